@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from onnxport.errors import CapacityError
+from onnxport.serving.logprob_modes import LogprobsMode
+from onnxport.serving.params import MAX_LOGPROBS
 from onnxport.serving.speculation.config import SpeculationConfig
 
 MOST_TOKENS = 2**20  # of a step; more would not fit any memory
@@ -42,6 +44,15 @@ class EngineConfig:
         speculation: how tokens are guessed ahead; None: not at all.
         max_host_adapters: most LoRA adapters that are loaded, at least as many as the model has
             slots for; those that wait for a slot are in host memory. None: as many as slots.
+        max_logprobs: most of the likeliest tokens whose log probabilities a request may ask for at
+            each position, of its output or its prompt; None, or vLLM's -1: no limit, and a request
+            that asks for -1 gets all tokens. One request gets at most
+            `logprob_limits.MOST_LOGPROBS` in all.
+        logprobs_mode: what log probabilities are of: "raw_logprobs" of the model's own logits,
+            "processed_logprobs" of what a token is drawn from, with what changes logits, the
+            temperature, and -inf for what must not come or is cut by `min_p`, `top_k` and `top_p`;
+            "raw_logits" and "processed_logits" are the logits themselves. Prompts are not
+            sampled, so theirs are raw.
 
     Raises:
         CapacityError: a limit is out of its range, or two contradict each other.
@@ -59,6 +70,8 @@ class EngineConfig:
     kv_disk_bytes: int = 16 << 30
     speculation: SpeculationConfig | None = None
     max_host_adapters: int | None = None
+    max_logprobs: int | None = MAX_LOGPROBS
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -69,6 +82,12 @@ class EngineConfig:
         if self.max_host_adapters is not None and self.max_host_adapters < 1:
             raise CapacityError(
                 f"max_host_adapters is {self.max_host_adapters}; it must be at least 1"
+            )
+        if self.max_logprobs == -1:
+            object.__setattr__(self, "max_logprobs", None)
+        if self.max_logprobs is not None and self.max_logprobs < 0:
+            raise CapacityError(
+                f"max_logprobs is {self.max_logprobs}; give 0 or more, or -1 for no limit"
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) > MOST_TOKENS:
@@ -81,7 +100,11 @@ class EngineConfig:
                 f"{self.max_num_seqs}: a step must have room for one token of every running "
                 "request; raise the first or lower the second"
             )
-        for name, kind in (("scheduling_policy", SchedulingPolicy), ("preemption", Preemption)):
+        for name, kind in (
+            ("scheduling_policy", SchedulingPolicy),
+            ("preemption", Preemption),
+            ("logprobs_mode", LogprobsMode),
+        ):
             value = getattr(self, name)
             if value not in get_args(kind):
                 allowed = ", ".join(get_args(kind))
@@ -116,6 +139,7 @@ class EngineConfig:
             *("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"),
             *("kv_host_memory", "kv_disk_bytes", *([] if self.seed is None else ["seed"])),
             *([] if self.max_host_adapters is None else ["max_host_adapters"]),
+            *([] if self.max_logprobs is None else ["max_logprobs"]),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):

@@ -14,9 +14,11 @@ from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.dry import dry_of
 from onnxport.serving.limits import max_total_tokens, token_array
+from onnxport.serving.logprob_limits import check_total, with_counts
+from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.rules import logit_rules
+from onnxport.serving.rules import check_ids, logit_rules
 from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.text import Pieces, TextStream
@@ -79,6 +81,8 @@ class Intake:
         """Return a request, its siblings with it; see `Engine.prepare`."""
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
+        params = with_counts(params, self._config.max_logprobs, limits.vocab_size)
+        check_ids("logprob_token_ids", params.logprob_token_ids or (), limits.vocab_size)
         encode = None
         if self._tokenizer is not None:
             encode = partial(self._tokenizer.encode_all, add_special_tokens=False)
@@ -96,6 +100,7 @@ class Intake:
                 f"there is room for {room}; shorten the prompt or ask for fewer tokens",
                 "min_tokens",
             )
+        check_total(params, len(tokens) - 1, longest - len(tokens))
         stop_ids = frozenset(params.stop_token_ids)
         end_ids = stop_ids | self._eos_token_ids
         grammar = grammar or self._grammar(params)
@@ -135,6 +140,7 @@ class Intake:
                 grammar=grammar.sequence(len(tokens)) if grammar else None,
                 adapter=adapter,
                 text=_text_stream(pieces, params) if pieces else None,
+                logprobs_mode=self._config.logprobs_mode,
             )
 
         first = sequence(0)
@@ -185,6 +191,14 @@ class Intake:
                 f"{name} is {params.num_sequences}, and the engine runs {max_num_seqs} sequences "
                 "at once; ask for fewer completions, or raise max_num_seqs",
                 name,
+            )
+        mode = self._config.logprobs_mode
+        if mode in LOGITS and params.num_sequences > params.n:
+            raise RequestError(
+                f"best_of is {params.best_of} and n is {params.n}, and completions are compared by "
+                f"log probabilities, of which this engine has none (logprobs_mode {mode}); leave "
+                "best_of out",
+                "best_of",
             )
         if options.priority and self._config.scheduling_policy == "fcfs":
             raise RequestError(

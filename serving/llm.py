@@ -19,6 +19,7 @@ from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
 from onnxport.serving.engine import Engine
 from onnxport.serving.interrupts import Interrupts
 from onnxport.serving.loading import open_engine
+from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
@@ -44,6 +45,8 @@ class EngineOptions(TypedDict, total=False):
     kv_disk_bytes: int
     speculation: SpeculationConfig | None
     max_host_adapters: int | None
+    max_logprobs: int | None
+    logprobs_mode: LogprobsMode
 
 
 class LLM:

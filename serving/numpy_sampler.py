@@ -57,7 +57,7 @@ def _draw_allowed(logits: Floats, rows: Sequence[RowParams]) -> tuple[Ids, set[i
     free: list[int] = []
     narrow: dict[int, list[tuple[int, Ids]]] = {}  # by width, a power of 2
     for index, row in enumerate(rows):
-        ids = _allowed_ids(row, logits.shape[1])
+        ids = allowed_ids(row, logits.shape[1])
         if ids is None:
             free.append(index)
         elif not row.truncated and not row.greedy:  # random numbers are of tokens, not of places
@@ -82,7 +82,7 @@ def _draw_allowed(logits: Floats, rows: Sequence[RowParams]) -> tuple[Ids, set[i
     return tokens, invalid
 
 
-def _allowed_ids(row: RowParams, vocab: int) -> Ids | None:
+def allowed_ids(row: RowParams, vocab: int) -> Ids | None:
     """Return the tokens that both `allowed` and `mask` allow, ascending; None: all."""
     ids = None if row.edits is None else row.edits.allowed
     if row.mask is None:

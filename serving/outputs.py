@@ -27,7 +27,9 @@ class Failure:
 class Logprob:
     """The log probability of one candidate token at one position."""
 
-    logprob: float  # natural logarithm, after the model's softmax, before sampling parameters
+    # Natural logarithm, after the model's softmax, before sampling parameters, unless the engine's
+    # `logprobs_mode` says otherwise.
+    logprob: float
     rank: int  # 1 is the likeliest token of the vocabulary
     decoded_token: str
 

@@ -11,7 +11,8 @@ from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import StructuredOutputs
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # of one position, unless the engine is told otherwise; OpenAI's and vLLM's
+MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's
 MAX_COMPLETIONS = 128  # OpenAI's limit of n
 MAX_PRIORITY = 2**31
 MAX_PENALTY = 2.0  # OpenAI's limit of presence and frequency penalties
@@ -36,7 +37,8 @@ class SamplingParams:
     `frequency_penalty` and `presence_penalty`. Of the result the likeliest token is taken, or it
     is divided by `temperature`, thinned out by `top_n_sigma`, `min_p`, `top_k`, `typical_p`,
     `top_p` and XTC, each among what the one before left, and a token drawn. Log probabilities are
-    of the logits before all that. What DRY subtracts is a part of `logit_bias`.
+    of the logits before all that, unless the engine was told otherwise
+    (`EngineConfig.logprobs_mode`). What DRY subtracts is a part of `logit_bias`.
 
     Sources: vLLM's `SamplingParams` and its V1 sampler; OpenAI's API reference (`logit_bias`,
     `presence_penalty`, `frequency_penalty`); Keskar et al., CTRL, 2019 (repetition); Nguyen et
@@ -53,9 +55,13 @@ class SamplingParams:
         ignore_eos: go on past the model's end tokens (not past `stop_token_ids`).
         max_tokens: most tokens to generate; None generates up to the context length.
         logprobs: how many of the likeliest tokens to report at each position; 0 reports the
-            sampled token alone, None reports nothing.
+            sampled token alone, None reports nothing, -1 all tokens. The engine has a limit,
+            `max_logprobs`.
         prompt_logprobs: likewise at each position of the prompt but its first; it is computed as a
             whole then, without the prefix cache.
+        logprob_token_ids: tokens whose log probabilities are reported at each position of the
+            output, whatever is sampled there: beside the likeliest of `logprobs`, which is 0 where
+            it was not given. An empty list is none.
         n: how many completions of the prompt to return; they share its K/V.
         best_of: how many to generate, of which those with the highest log probability per token
             are returned; None: `n`.
@@ -123,6 +129,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spelled_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     best_of: int | None = None
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
@@ -149,6 +156,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
+        self._take_logprob_tokens()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; give true or false", name)
@@ -162,8 +170,8 @@ class SamplingParams:
         _check("min_p", self.min_p, 0.0, 1.0)
         _check_integer("top_k", self.top_k, 1, math.inf)
         _check_integer("max_tokens", self.max_tokens, 1, math.inf)
-        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_integer("logprobs", self.logprobs, -1, math.inf)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, -1, math.inf)
         _check_integer("seed", self.seed, -math.inf, math.inf)
         _check_integer("n", self.n, 1, MAX_COMPLETIONS)
         _check_integer("best_of", self.best_of, 1, MAX_COMPLETIONS)
@@ -184,6 +192,18 @@ class SamplingParams:
                 "structured_outputs",
             )
         self._check_thinking()
+
+    def _take_logprob_tokens(self) -> None:
+        """Check the tokens of `logprob_token_ids`, each of which counts once, and ask for them."""
+        name = "logprob_token_ids"
+        token_ids = _ids(name, self.logprob_token_ids or ())
+        if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"{name} has {len(token_ids)} tokens; give at most {MAX_LOGPROB_TOKEN_IDS}", name
+            )
+        object.__setattr__(self, name, tuple(dict.fromkeys(token_ids)) or None)
+        if token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
 
     def _check_thinking(self) -> None:
         """Check what is said of reasoning."""

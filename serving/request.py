@@ -18,6 +18,7 @@ from onnxport.serving.drawing import (
     summary_scale,
 )
 from onnxport.serving.grammar import Grammar
+from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.rules import LogitRules, SequenceRules
@@ -74,6 +75,7 @@ class Request:
         grammar: what its output has to follow; None: nothing.
         scores: log probabilities of the prompt's tokens from its second on, as far as they are
             computed; None if nobody asked, or when they have been delivered.
+        logprobs_mode: what log probabilities are of.
         adapter: its LoRA adapter; None: the model alone.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
@@ -91,6 +93,7 @@ class Request:
         "index",
         "keys",
         "likeliest",
+        "logprobs_mode",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -136,6 +139,7 @@ class Request:
         grammar: Grammar | None = None,
         adapter: Adapter | None = None,
         text: TextStream | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -173,6 +177,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        self.logprobs_mode = logprobs_mode
         self.adapter = adapter
         self.table = BlockTable()
         self.keys = keys

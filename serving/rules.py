@@ -270,8 +270,8 @@ def logit_rules(
             left to draw, or one that closes a thought is forbidden.
     """
     biases = dict(params.logit_bias)
-    _check_ids("logit_bias", biases, vocab_size)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_ids("logit_bias", biases, vocab_size)
+    check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     # A word with a token that the model cannot draw never comes.
     words = [word for word in _bad_words(params.bad_words, encode) if max(word) < vocab_size]
     allowed = params.allowed_token_ids
@@ -305,7 +305,7 @@ def _words(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise RequestError for a token that the model does not have."""
     if bad := [one for one in token_ids if one >= vocab_size]:
         raise RequestError(

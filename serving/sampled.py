@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class NamedLogprob(NamedTuple):
+    """The log probability of a token that a request names, by the model's own softmax."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+
+
 class RowLogprobs(NamedTuple):
     """Log probabilities of one row, by the model's own softmax."""
 
@@ -14,6 +22,7 @@ class RowLogprobs(NamedTuple):
     rank: int  # 1 is the likeliest
     top_ids: tuple[int, ...]  # the likeliest tokens, the likeliest first
     top_logprobs: tuple[float, ...]
+    named: tuple[NamedLogprob, ...] = ()  # of the tokens that the request names, in its order
 
 
 @dataclass(frozen=True, slots=True)

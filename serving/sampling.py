@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning
 from onnxport.serving.grammar import failure_of
+from onnxport.serving.logprob_modes import LOGITS, PROCESSED, as_logits, processed
+from onnxport.serving.named_logprobs import with_named
 from onnxport.serving.outputs import Failure, Logprob, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
@@ -226,7 +229,47 @@ def sample_positions(
     """
     if all(one.request.plain for one in positions):
         return sample_greedy(logits, num_threads, summaries)
-    return sample(logits, [row_params(one) for one in positions], num_threads, summaries)
+    rows = [row_params(one) for one in positions]
+    if all(row.num_logprobs is None for row in rows):
+        return sample(logits, rows, num_threads, summaries)
+    drawn = [
+        row._replace(num_logprobs=None) if one.request.logprobs_mode in PROCESSED else row
+        for one, row in zip(positions, rows, strict=True)
+    ]
+    sampled = sample(logits, drawn, num_threads, summaries)
+    found = sampled.logprobs or [None] * len(rows)
+    for index, (position, row) in enumerate(zip(positions, rows, strict=True)):
+        if row.num_logprobs is not None and index not in sampled.invalid:
+            token_id = sampled.token_ids[index]
+            own = (logits[index], token_id, found[index])
+            found[index] = _reported(position.request, row, *own)
+    return replace(sampled, logprobs=found)
+
+
+def _reported(
+    request: Request,
+    row: RowParams,
+    logits: NDArray[np.float32],
+    token_id: int,
+    found: RowLogprobs | None,
+) -> RowLogprobs:
+    """Return the log probabilities of one position, as they are told.
+
+    Args:
+        request: that asks for them.
+        row: how its token was drawn.
+        logits: float32 [vocab], the model's own.
+        token_id: that was drawn.
+        found: what the sampler reports of them; None where they are not about these logits.
+    """
+    if found is None:
+        assert row.num_logprobs is not None
+        logits = processed(logits, row, token_id)
+        [found] = logprobs(logits[None], [token_id], [row.num_logprobs], 1)
+    named = request.params.logprob_token_ids
+    if named is not None:
+        found = with_named(found, logits, named)
+    return as_logits(found, logits) if request.logprobs_mode in LOGITS else found
 
 
 def _failures(
@@ -307,6 +350,8 @@ def score_prompts(
                 [request.params.prompt_logprobs] * len(following),
                 num_threads,
             )
+            if request.logprobs_mode in LOGITS:
+                scores = [as_logits(*one) for one in zip(scores, logits[first:], strict=False)]
             found.append((request, scores))
         start += plan.num_logits[row]
     return found
@@ -328,7 +373,9 @@ def grammar_masks(plan: StepPlan) -> dict[Request, Mask | Failure]:
 
 
 def token_logprobs(row: RowLogprobs, name: Naming) -> TokenLogprobs:
-    """Return the logprobs of one position, the likeliest tokens first.
+    """Return the logprobs of one position: the likeliest tokens, those named, the sampled one.
+
+    Each is there once, where it comes first.
 
     Args:
         row: of the position.
@@ -339,4 +386,7 @@ def token_logprobs(row: RowLogprobs, name: Naming) -> TokenLogprobs:
         token_id: Logprob(value, rank, name(token_id))
         for rank, (token_id, value) in enumerate(pairs, 1)
     }
+    for one in row.named:
+        if one.token_id not in result:
+            result[one.token_id] = Logprob(one.logprob, one.rank, name(one.token_id))
     return result | {row.token_id: Logprob(row.logprob, row.rank, name(row.token_id))}

@@ -118,6 +118,11 @@ class AsyncEngine:
             return max(1, config.max_queued_requests // 2)
         return config.max_queued_requests
 
+    @property
+    def max_logprobs(self) -> int | None:
+        """Most likeliest tokens that a position may tell; None: there is no limit."""
+        return self._engine.config.max_logprobs
+
     def stats(self) -> EngineStats:
         """Return the engine's counters as they were after the last step."""
         return self._stats

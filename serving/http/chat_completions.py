@@ -39,6 +39,7 @@ class Told:
     functions: Functions  # that were offered
     named: bool  # whether `tool_choice` has the name of one
     top: int | None  # log probabilities of each position; None: none are told
+    named_tokens: tuple[int, ...]  # whose log probabilities are told with them
     ids: bool  # whether token ids are told
     by_id: bool  # whether tokens of log probabilities are named by their ids
     skips: bool  # whether special tokens are left out of the content
@@ -50,7 +51,9 @@ class Told:
         """Return the log probabilities of tokens; None where none are told."""
         if self.top is None:
             return None
-        return chat_logprobs(service.tokenizer, tokens, self.top, by_id=self.by_id)
+        return chat_logprobs(
+            service.tokenizer, tokens, self.top, named=self.named_tokens, by_id=self.by_id
+        )
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
         """Return why a choice ended, which OpenAI, and vLLM after it, tells by how it was asked.
@@ -71,6 +74,7 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         turn.functions,
         body.named_function is not None,
         params.logprobs,
+        params.logprob_token_ids or (),
         bool(body.return_token_ids),
         bool(body.return_tokens_as_token_ids),
         params.skip_special_tokens,

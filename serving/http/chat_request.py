@@ -20,7 +20,7 @@ from onnxport.serving.http.chat_messages import (
 from onnxport.serving.http.fields import NEUTRAL_CHAT
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, RequestBody
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
-from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import AnyFormat
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -30,11 +30,12 @@ class ChatRequest(RequestBody):
     """The body of `/v1/chat/completions`."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_CHAT
+    counts: ClassVar[tuple[str, ...]] = ("top_logprobs", "prompt_logprobs")
 
     messages: list[ChatMessage] = Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: int | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -50,6 +51,12 @@ class ChatRequest(RequestBody):
         if self.top_logprobs and not self.logprobs:
             raise RequestError(
                 "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
+            )
+        if self.logprob_token_ids and self.logprobs is False:
+            raise RequestError(
+                "logprob_token_ids was given, and logprobs is false; set logprobs to true, or "
+                "leave it out",
+                "logprobs",
             )
         self._check_names()
         self._check_tool_choice()
@@ -197,7 +204,8 @@ class ChatRequest(RequestBody):
         """
         given = self.max_completion_tokens
         limit = self.max_tokens if given is None else given
-        top = (self.top_logprobs or 0) if self.logprobs else None
+        asked = self.logprobs or self.logprob_token_ids
+        top = (self.top_logprobs or 0) if asked else None
         try:
             return self._with_calls(self.sampling(defaults, limit, top), syntax)
         except RequestError as error:

@@ -64,11 +64,13 @@ class Turn:
         Raises:
             RequestError: it cannot be run; names the field of the chat.
         """
+        limits = service.engine.capabilities
         chat = chat.with_effort(service.template, service.reasoning)
+        chat = chat.with_counts(service.engine.max_logprobs, limits.vocab_size)
         params = chat.sampling_params(service.defaults, service.tools)
         options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
         tools, functions = chat.offered_tools(), chat.functions()
-        longest = service.engine.capabilities.max_model_len
+        longest = limits.max_model_len
         most = chat.most_prompt_tokens or longest
         encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, most)
         thinking = Thinking.of(

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL_COMPLETION, are_ids, is_list
 from onnxport.serving.http.protocol import RequestBody
-from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+from onnxport.serving.params import SamplingParams
 
 
 def _prompt(value: Any) -> Any:
@@ -30,10 +30,11 @@ class CompletionRequest(RequestBody):
     """The body of `/v1/completions`."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_COMPLETION
+    counts: ClassVar[tuple[str, ...]] = ("logprobs", "prompt_logprobs")
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: int | None = None
     add_special_tokens: bool | None = None  # true unless told otherwise
 
     @model_validator(mode="after")
@@ -49,7 +50,13 @@ class CompletionRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None and self.stream:
+        if self.only_prompt and self.logprob_token_ids:
+            raise RequestError(
+                "logprob_token_ids was given with max_tokens 0; it is about the tokens that are "
+                "generated. Set max_tokens to 1 or more, or leave it out.",
+                "logprob_token_ids",
+            )
+        if self.echo and self.told_logprobs is not None and self.stream:
             raise RequestError(
                 "echo was given with logprobs and stream; log probabilities of the prompt come "
                 "with the whole response only. Set stream to false, or remove one of the others.",
@@ -68,6 +75,11 @@ class CompletionRequest(RequestBody):
         """Whether the prompt is wanted back, with its log probabilities, and nothing after it."""
         return bool(self.echo) and self.max_tokens == 0 and not self.stream
 
+    @property
+    def told_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told; None: no log probabilities are."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+
     def prompts(self) -> list[str | list[int]]:
         """Return one entry a prompt, a text or token ids.
 
@@ -85,7 +97,8 @@ class CompletionRequest(RequestBody):
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; 16 tokens unless told otherwise."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        params = self.sampling(defaults, 1 if self.only_prompt else max_tokens, self.logprobs)
-        if self.echo and self.logprobs is not None:
-            return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        told = self.told_logprobs
+        params = self.sampling(defaults, 1 if self.only_prompt else max_tokens, told)
+        if self.echo and told is not None:
+            return replace(params, prompt_logprobs=max(told, self.prompt_logprobs or 0))
         return params

@@ -34,6 +34,7 @@ from onnxport.serving.http.logprobs import (
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
+from onnxport.serving.logprob_limits import check_total
 from onnxport.serving.outputs import TokenLogprobs
 
 
@@ -41,6 +42,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     """Answer one request, as a whole or as a stream."""
     name = f"cmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
+    limits = service.engine.capabilities
+    body = body.with_counts(service.engine.max_logprobs, limits.vocab_size)
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     options = replace(options, only_prompt=body.only_prompt)
@@ -49,13 +52,15 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     special = body.add_special_tokens is not False
     prompts = await asyncio.to_thread(_encode, service, given, special, body.most_prompt_tokens)
     if body.truncate_prompt_tokens is not None:
-        longest = service.engine.capabilities.max_model_len
+        longest = limits.max_model_len
         encoded = list(zip(given, prompts, strict=True))
         room = 0 if body.only_prompt else params.max_tokens
         prompts = [body.truncated(ids, longest, room) for _, ids in encoded]
         # What is echoed is what is left.
         cut = zip(encoded, prompts, strict=True)
         given = [left if len(left) < len(ids) else one for (one, ids), left in cut]
+    num_scored = params.n * sum(len(each) - 1 for each in prompts)  # each choice tells them
+    check_total(params, num_scored, (params.max_tokens or 0) * len(prompts))
     header = Header.new(name, "text_completion", adapter or service.model_name)
     job = Job(prompts, params, options, unique(name))
     echoes = [""] * len(prompts) * params.n
@@ -151,7 +156,7 @@ def _whole(
     if body.only_prompt:  # a token was generated that nobody asked for
         text, tokens, ends = echo, [], ("length", None)
     logprobs = None
-    if body.logprobs is not None:
+    if body.told_logprobs is not None:
         logprobs = no_logprobs()
         lists_of = partial(
             CompletionLogprobs,
@@ -166,7 +171,7 @@ def _whole(
             logprobs = lists.first(prompt[0])
             told = zip(prompt[1:], (result.prompt_logprobs or ())[1:], strict=True)
             rest = [(token_id, entry) for token_id, entry in told if entry is not None]
-            extend(logprobs, lists.body(_likeliest(rest, body.logprobs)))
+            extend(logprobs, lists.body(_likeliest(rest, body.told_logprobs)))
         extend(logprobs, lists.body(tokens))
     return _choice(index, text, logprobs, *ends)
 

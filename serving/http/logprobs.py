@@ -6,13 +6,14 @@ A token may be a part of a character, and is no text then. Its name tells its by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from onnxport.serving.detokenizer import REPLACEMENT
 from onnxport.serving.http.service import Tokenizer
 from onnxport.serving.outputs import Logprob, TokenLogprobs
 
+LEAST_LOGPROB = -9999.0  # what is told of -inf, which JSON lacks; vLLM's
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # OpenAI's, of completions
 
 
@@ -63,8 +64,8 @@ class CompletionLogprobs:
             sampled = candidates[token_id]
             called = self._names(token_id, candidates)
             names.append(called[token_id])
-            values.append(sampled.logprob)
-            top.append({called[one]: entry.logprob for one, entry in candidates.items()})
+            values.append(_value(sampled))
+            top.append({called[one]: _value(entry) for one, entry in candidates.items()})
             offsets.append(self._advance(token_id, sampled.decoded_token))
         return _lists(names, values, top, offsets)
 
@@ -125,6 +126,7 @@ def chat_logprobs(
     tokens: Sequence[tuple[int, TokenLogprobs]],
     top: int,
     *,
+    named: Collection[int] = (),
     by_id: bool = False,
 ) -> dict[str, Any]:
     """Return OpenAI's log probabilities of a chat.
@@ -133,12 +135,14 @@ def chat_logprobs(
         tokenizer: names tokens.
         tokens: each with its candidates.
         top: how many of the likeliest of each position are told.
+        named: tokens that are told with them.
         by_id: whether tokens are called by their ids.
     """
     content = []
     for token_id, candidates in tokens:
         ranked = sorted(candidates, key=lambda one: candidates[one].rank)
-        likeliest = [_entry(tokenizer, one, candidates[one], by_id) for one in ranked[:top]]
+        chosen = [one for place, one in enumerate(ranked) if place < top or one in named]
+        likeliest = [_entry(tokenizer, one, candidates[one], by_id) for one in chosen]
         told = _entry(tokenizer, token_id, candidates[token_id], by_id)
         content.append({**told, "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
@@ -148,7 +152,7 @@ def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob, by_id: bool) -> di
     """Return a token with its bytes."""
     return {
         "token": _id_name(token_id) if by_id else _name(tokenizer, token_id, one.decoded_token, ""),
-        "logprob": one.logprob,
+        "logprob": _value(one),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
 
@@ -164,7 +168,7 @@ def prompt_entries(
         if entry is None
         else {
             str(token_id): {
-                "logprob": one.logprob,
+                "logprob": _value(one),
                 "rank": one.rank,
                 "decoded_token": one.decoded_token,
             }
@@ -172,6 +176,11 @@ def prompt_entries(
         }
         for entry in prompt_logprobs
     ]
+
+
+def _value(one: Logprob) -> float:
+    """Return a log probability as JSON can have it."""
+    return max(one.logprob, LEAST_LOGPROB)
 
 
 def _id_name(token_id: int) -> str:

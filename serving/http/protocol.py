@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -26,6 +26,7 @@ from onnxport.serving.http.fields import NEUTRAL, are_ids, check_json, check_neu
 from onnxport.serving.http.forms import FormFields
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
+from onnxport.serving.logprob_limits import counted
 from onnxport.serving.params import RequestOptions, SamplingParams
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
@@ -88,6 +89,7 @@ class RequestBody(FormFields):
     """What both endpoints share."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    counts: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)  # of log probabilities
 
     model: str | None = None  # None: the server's own
     request_id: GivenId | None = None
@@ -125,6 +127,7 @@ class RequestBody(FormFields):
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: TokenIds | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -172,6 +175,24 @@ class RequestBody(FormFields):
                 "prompt_logprobs",
             )
         return self
+
+    def with_counts(self, max_logprobs: int | None, vocab_size: int) -> Self:
+        """Return the request with numbers of log probabilities that are those of tokens, not -1.
+
+        Args:
+            max_logprobs: the engine's limit; None: there is none.
+            vocab_size: of the model.
+
+        Raises:
+            RequestError: a number is above the limit; names the field.
+        """
+        given = {name: getattr(self, name) for name in self.counts}
+        counts = {
+            name: counted(name, count, max_logprobs, vocab_size)
+            for name, count in given.items()
+            if count is not None
+        }
+        return self.model_copy(update=counts)
 
     @property
     def most_prompt_tokens(self) -> int | None:
@@ -260,6 +281,7 @@ class RequestBody(FormFields):
             allowed_token_ids=None if allowed is None else tuple(allowed),
             min_tokens=self.min_tokens or 0,
             prompt_logprobs=self.prompt_logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
             best_of=self.best_of,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,

@@ -29,7 +29,6 @@ from onnxport.serving.http.responses_items import (
     text_or,
 )
 from onnxport.serving.http.strict import Strict
-from onnxport.serving.params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")  # of the second there is never any
@@ -62,6 +61,7 @@ SAME: Final = (
 # What a field of the chat is called here, for errors.
 CALLED: Final[Mapping[str, str]] = {
     "messages": "input",
+    "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -159,7 +159,7 @@ class ResponsesRequest(Strict):
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     include: list[str] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
     temperature: Any = None

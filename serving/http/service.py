@@ -120,6 +120,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_logprobs(self) -> int | None:
+        """Most likeliest tokens that a position may tell; None: there is no limit."""
+        ...
+
+    @property
     def adapters(self) -> Sequence[Adapter]:
         """The LoRA adapters that requests may pick."""
         ...

@@ -134,6 +134,9 @@ def test_every_field_of_the_engine_has_an_option() -> None:
     [
         ("--max-queued-requests 3", {"max_queued_requests": 3}),
         ("--seed 0", {"seed": 0}),
+        ("--max-logprobs 0", {"max_logprobs": 0}),
+        ("--logprobs-mode processed_logits", {"logprobs_mode": "processed_logits"}),
+        ("--max-logprobs -1", {"max_logprobs": None}),
         ("--seed -1", {"seed": None}),
         ("--scheduling-policy fair", {"scheduling_policy": "fair"}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
@@ -274,6 +277,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         ("--kv-memory half", "--kv-memory: 'half' is not a size"),
         ("--max-queued-requests 0", "less than 1"),
         ("--scheduling-policy lottery", "fcfs"),
+        ("--logprobs-mode raw", "raw_logprobs"),
         ("--request-timeout 0", "above 0"),
         ("--request-timeout 1e9", "more than 2592000 seconds; leave it out for no limit"),
         ("--dtype int8", "float16"),

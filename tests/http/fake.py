@@ -67,6 +67,7 @@ class FakeEngine:
     losses: Sequence[Loss] = ()
     adapters: list[Adapter] = field(default_factory=list)
     compiled: list[StructuredOutputs] = field(default_factory=list)
+    max_logprobs: int | None = 20
 
     @property
     def most_prompts(self) -> int:

@@ -152,7 +152,7 @@ async def test_best_of_may_say_the_same_as_n(ask: Ask, fields: dict[str, Any]) -
         ({"best_of": 2, "stream": True}, "best_of", "best_of is 2 and n is 1"),
         ({"n": 2, "best_of": 3, "stream": True}, "best_of", "known at their end"),
         ({"best_of": 129}, "best_of", "[1, 128]"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20]"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20 of the likeliest"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole response only"),
         ({"n": 2, "best_of": 1}, "best_of", "best_of is 1 and n is 2"),
         ({"n": 0}, "n", "n is 0"),

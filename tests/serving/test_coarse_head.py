@@ -77,7 +77,7 @@ BUDGETED: list[dict[str, Any]] = [
 ]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": (9, 5000, 77)},
     {"temperature": 1.0, "top_k": 20, "seed": 1, "prompt_logprobs": 1},
     {"temperature": 0.0, "repetition_penalty": 1.4},
     {"temperature": 1.0, "seed": 2},
@@ -194,6 +194,22 @@ def test_speculation_changes_none(
         assert counters.num_accepted_tokens == counters.num_draft_tokens
     assert told.few > 50
     draft.close()
+
+
+def test_what_tokens_were_drawn_from_is_told_exactly(wide_artifact: Path) -> None:
+    """Of the same logits, some of which neither its tokens nor their ranks depend on."""
+    options = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1}
+    mixes = [dict(mix) for mix in MIXED]
+    mixes[4] |= {"logprobs": -1, "top_p": 0.9}
+    wanted, _ = completions(
+        wide_artifact, mixes, coarse_head=False, enable_prefix_caching=False, **options
+    )
+    found, _ = completions(wide_artifact, mixes, **options)
+    assert found == wanted
+    [(_, entries)] = found[4]
+    assert all(
+        0 < sum(one.logprob > -np.inf for one in entry.values()) < WIDE_VOCAB for entry in entries
+    )
 
 
 @pytest.mark.parametrize("when", ["before", "while it runs"])

@@ -60,6 +60,7 @@ PROMPT_TOKENS = len(TOKENIZER.encode(PROMPT))
         # What is asked for besides: log probabilities, and what raises logits or forbids most.
         (GREEDY | {"logprobs": 0}, 0),
         (TOP | {"logprobs": 3}, 0),
+        (GREEDY | {"logprob_token_ids": [3]}, 0),
         (GREEDY | {"best_of": 2}, 0),
         (TOP | {"best_of": 3, "n": 2}, 0),
         (GREEDY | {"repetition_penalty": 0.9, "max_tokens": 3}, 0),

@@ -279,7 +279,7 @@ def test_limits_that_make_no_sense_are_refused(config: dict[str, int], words: st
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -2}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"seed": "x"}, "seed"),
         ({"stop": ("",)}, "stop"),

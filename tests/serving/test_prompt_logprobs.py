@@ -133,7 +133,7 @@ def test_a_request_that_ends_before_its_first_token_has_none() -> None:
     assert deltas[0].prompt_logprobs is None
 
 
-@pytest.mark.parametrize("value", [-1, 21, 1.5, True])
+@pytest.mark.parametrize("value", [-2, 1.5, True])
 def test_what_is_no_number_of_logprobs_is_refused(value: Any) -> None:
     with pytest.raises(RequestError, match="prompt_logprobs"):
         SamplingParams(prompt_logprobs=value)

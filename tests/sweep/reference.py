@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Model
+from onnxport.serving.numpy_sampler import row_logprobs
 from onnxport.serving.outputs import FinishReason
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import sample
@@ -41,7 +42,8 @@ class Expected:
     """One completion."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of its tokens; empty unless the request asks for them
+    # Of its tokens, each with those of the tokens that the request names; empty unless it asks.
+    logprobs: list[float]
     reason: FinishReason
 
 
@@ -76,6 +78,8 @@ def _completion(
         assert not sampled.invalid
         output += sampled.token_ids
         logprobs += [one.logprob for one in sampled.logprobs or () if one is not None]
+        named = request.params.logprob_token_ids or ()
+        logprobs += [row_logprobs(logits[0], token_id, 0).logprob for token_id in named]
 
 
 def _ended(request: Request, output: list[int], tokenizer: Tokenizer) -> FinishReason | None:

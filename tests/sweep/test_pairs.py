@@ -74,6 +74,7 @@ AXES: Mapping[str, Sequence[str]] = {
     "chunks": ("whole", "small"),
     "lane": ("cpu", "cpu-int8", "decomposed", "openvino", "cuda"),
 }
+NAMED = (70, 300, 2000)
 SAMPLING: Mapping[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 1.0, "seed": 11},
@@ -88,7 +89,10 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
     },
     "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "is")},
     "early": {"temperature": 0.0, "min_tokens": 9},
-    "scored": {"temperature": 1.0, "seed": 14, "n": 2, "logprobs": 2, "prompt_logprobs": 1},
+    "scored": {
+        **{"temperature": 1.0, "seed": 14, "n": 2, "logprobs": 2, "prompt_logprobs": 1},
+        "logprob_token_ids": NAMED,
+    },
     "best": {"temperature": 1.1, "seed": 15, "best_of": 3},
     "stopped": {"temperature": 0.0, "stop": ("a", "is"), "include_stop_str_in_output": True},
 }
@@ -388,6 +392,8 @@ def drain(engine: Engine) -> dict[tuple[str, int], Found]:
             one.reason = delta.finish_reason
             assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
             pairs = zip(delta.token_ids, delta.logprobs or (), strict=False)
-            one.logprobs.extend(each[token_id].logprob for token_id, each in pairs)
+            for token_id, each in pairs:
+                told = (token_id, *(NAMED if set(NAMED) <= each.keys() else ()))
+                one.logprobs.extend(each[which].logprob for which in told)
         engine.check()
     return found

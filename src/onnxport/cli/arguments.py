@@ -32,6 +32,8 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "kv_disk_bytes",
     "speculation",
     "max_host_adapters",
+    "max_logprobs",
+    "logprobs_mode",
 )
 EXPORT_OPTIONS = (
     "precision",

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from socket import socket
 from ssl import SSLContext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from onnxport.cli.adapters import add_adapter_options
 from onnxport.cli.arguments import (
@@ -39,6 +39,7 @@ from onnxport.cli.model_defaults import (
 from onnxport.cli.session import load_engine
 from onnxport.cli.values import port, seconds
 from onnxport.errors import RequestError
+from onnxport.serving.logprob_modes import LogprobsMode
 
 if TYPE_CHECKING:
     from onnxport.providers.base import Capabilities
@@ -119,6 +120,19 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         type=int,
         metavar="N",
         help="makes requests without a seed of their own reproducible, by their order (none)",
+    )
+    group.add_argument(
+        "--max-logprobs",
+        type=int,
+        metavar="N",
+        help="most of the likeliest tokens whose log probabilities a request may ask for at each "
+        "position; -1: no limit, and requests that ask for -1 get all tokens (20)",
+    )
+    group.add_argument(
+        "--logprobs-mode",
+        choices=get_args(LogprobsMode),
+        help="what log probabilities are of: of the model's own logits (raw_logprobs, default), or "
+        "of what tokens are drawn from; or these logits themselves",
     )
     add_generation_config(group)
     add_override(group)
