@@ -9,6 +9,7 @@ from typing import Any
 
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
+from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -74,6 +75,7 @@ class SamplingParams:
             answer. A character that is begun is ended first. None sets no limit.
         thought: the reasoning that the output may begin with, which the budget is about; a chat
             knows it by its template.
+        repetition_detection: ends an output that repeats itself; None looks for nothing.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -105,6 +107,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
     thought: Thought | None = None
+    repetition_detection: RepetitionDetection | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -144,12 +147,8 @@ class SamplingParams:
             )
         self._check_penalties()
         self._check_choices()
-        form = self.structured_outputs
-        if form is not None and not isinstance(form, StructuredOutputs):
-            raise RequestError(
-                f"structured_outputs is {repr(form)[:80]}; give a StructuredOutputs",
-                "structured_outputs",
-            )
+        _check_type("structured_outputs", self.structured_outputs, StructuredOutputs)
+        _check_type("repetition_detection", self.repetition_detection, RepetitionDetection)
         self._check_thinking()
 
     def _check_thinking(self) -> None:
@@ -303,6 +302,12 @@ def _ids(name: str, given: Any) -> tuple[int, ...]:
     for token_id in token_ids:
         _check_token(name, token_id)
     return token_ids
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    """Raise RequestError unless `value` is None or of this type."""
+    if value is not None and not isinstance(value, kind):
+        raise RequestError(f"{name} is {repr(value)[:80]}; give a {kind.__name__}", name)
 
 
 def _check_token(name: str, token_id: int) -> None:

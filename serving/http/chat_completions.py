@@ -56,7 +56,7 @@ class Told:
         """Return why a choice ended, which OpenAI, and vLLM after it, tells by how it was asked.
 
         A call of the one function that may be called is a "stop", any other one is "tool_calls".
-        What was cut stays "length": calls may be missing.
+        What was cut stays as it is: calls may be missing.
         """
         return "tool_calls" if called and not self.named and reason == "stop" else reason
 

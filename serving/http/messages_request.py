@@ -43,7 +43,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "structured_outputs", "max_tokens"),
-    *("priority", "cache_salt", "timeout_s"),
+    *("priority", "cache_salt", "timeout_s", "repetition_detection"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -292,6 +292,7 @@ class MessagesRequest(CountRequest):
     priority: Any = None
     cache_salt: Any = None
     timeout_s: Any = None
+    repetition_detection: Any = None
 
     def chat(self, service: Service) -> dict[str, Any]:
         """Return the body of a chat that means the same; see `CountRequest.chat`."""

@@ -27,6 +27,7 @@ from onnxport.serving.http.forms import FormFields
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.repetition import RepetitionDetection
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
 MOST_TRUNCATED = 1 << 20  # tokens of a prompt of which only the end counts
@@ -108,6 +109,7 @@ class RequestBody(FormFields):
     allowed_token_ids: TokenIds | None = None
     min_tokens: int | None = None
     thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -249,7 +251,15 @@ class RequestBody(FormFields):
             skip_special_tokens=self.skip_special_tokens is not False,
             structured_outputs=self.form(),
             thinking_token_budget=self.thinking_token_budget,
+            repetition_detection=self._detection(defaults),
         )
+
+    def _detection(self, defaults: SamplingDefaults) -> RepetitionDetection | None:
+        """Return when an answer is stuck: as was given, be it that nothing is looked for."""
+        given = self.repetition_detection
+        if given is None:
+            return defaults.repetition_detection
+        return RepetitionDetection.from_mapping(given)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -56,7 +56,7 @@ SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_outputs"),
     *("parallel_tool_calls", "chat_template_kwargs", "user", "priority", "cache_salt", "timeout_s"),
-    "thinking_token_budget",
+    *("thinking_token_budget", "repetition_detection"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -179,6 +179,7 @@ class ResponsesRequest(Strict):
     cache_salt: Any = None
     timeout_s: Any = None
     thinking_token_budget: Any = None
+    repetition_detection: Any = None
     chat_template_kwargs: Any = None
 
     @model_validator(mode="before")

@@ -31,6 +31,7 @@ from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.model_defaults import (
     add_generation_config,
     add_override,
+    add_repetition_option,
     add_template_options,
     chat_template,
     sampling_defaults,
@@ -122,6 +123,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_generation_config(group)
     add_override(group)
+    add_repetition_option(group)
     add_template_options(group, "--default-chat-template-kwargs")
     add_reasoning_option(group)
     group.add_argument(
