@@ -72,7 +72,7 @@ class SamplingParams:
             form is complete, whatever `ignore_eos` says.
         thinking_token_budget: most tokens that reasoning has behind what opens it; where it is
             still open then, the tokens that close it come next, whatever logits say, and then the
-            answer. A character that is begun is ended first. None sets no limit.
+            answer. A character that is begun is ended first. None and -1 set no limit.
         thought: the reasoning that the output may begin with, which the budget is about; a chat
             knows it by its template.
         repetition_detection: ends an output that repeats itself; None looks for nothing.
@@ -127,6 +127,8 @@ class SamplingParams:
         object.__setattr__(self, "n", 1 if self.n is None else self.n)
         if self.seed == -1:  # vLLM's way to say "any"
             object.__setattr__(self, "seed", None)
+        if self.thinking_token_budget == -1:  # vLLM's way to say "no limit"
+            object.__setattr__(self, "thinking_token_budget", None)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
         _check("temperature", self.temperature, 0.0, 100.0)

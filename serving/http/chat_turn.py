@@ -78,6 +78,7 @@ class Turn:
             is_told=chat.tells_reasoning,
             functions=functions,
             skip_special_tokens=params.skip_special_tokens,
+            is_limited=chat.thinking_token_budget is None,
         )
         prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
         job = Job([prompt], thinking.before(params), options, unique(name))
