@@ -20,6 +20,12 @@ MAX_REPETITION = 100.0  # and its inverse the least: beyond, float32 logits coul
 MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
 MAX_STOP_LENGTH = 1024  # characters; each end of a text is compared with the beginnings of all
 MAX_BAD_WORDS, MAX_BAD_WORDS_LENGTH = 1024, 32_768  # texts, and characters of all
+SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "skip_reading_prefix_cache",
+)
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
@@ -76,6 +82,8 @@ class SamplingParams:
         thought: the reasoning that the output may begin with, which the budget is about; a chat
             knows it by its template.
         repetition_detection: ends an output that repeats itself; None looks for nothing.
+        skip_reading_prefix_cache: compute all of the prompt, whatever the prefix cache has of it;
+            others may go on from what was computed.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -108,6 +116,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     thought: Thought | None = None
     repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -121,7 +130,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; give true or false", name)
         object.__setattr__(self, "n", 1 if self.n is None else self.n)

@@ -110,11 +110,13 @@ class RequestBody(FormFields):
     min_tokens: int | None = None
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
@@ -168,7 +170,7 @@ class RequestBody(FormFields):
         return None if self.truncate_prompt_tokens is None else MOST_TRUNCATED
 
     def truncated(self, prompt: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
-        """Return the end of a prompt, as `truncate_prompt_tokens` says.
+        """Return the end of a prompt, or its beginning, as `truncate_prompt_tokens` says.
 
         Args:
             prompt: token ids.
@@ -183,7 +185,9 @@ class RequestBody(FormFields):
             )
         if most == -1:
             most = max(1, max_model_len - (1 if max_tokens is None else max_tokens))
-        return prompt if most is None else prompt[-most:]
+        if most is None:
+            return prompt
+        return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
 
     def options(
         self, tenant: str | None, timeout_s: float | None, adapter: str | None
@@ -252,6 +256,7 @@ class RequestBody(FormFields):
             structured_outputs=self.form(),
             thinking_token_budget=self.thinking_token_budget,
             repetition_detection=self._detection(defaults),
+            skip_reading_prefix_cache=bool(self.skip_reading_prefix_cache),
         )
 
     def _detection(self, defaults: SamplingDefaults) -> RepetitionDetection | None:

@@ -14,7 +14,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest, Effort
-from onnxport.serving.http.fields import LABELS, check_json, check_neutral
+from onnxport.serving.http.fields import ANY, LABELS, TIERS, check_json, check_neutral
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.renaming import as_chat as chat_of
 from onnxport.serving.http.renaming import with_names
@@ -39,15 +39,17 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "background": (False,),
     "store": (False,),
     "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
+    "service_tier": TIERS,
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
     "max_tool_calls": (),
     "context_management": (),
     "moderation": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "mm_processor_kwargs": ANY,
+    "enable_response_messages": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
 
@@ -56,7 +58,8 @@ SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_outputs"),
     *("parallel_tool_calls", "chat_template_kwargs", "user", "priority", "cache_salt", "timeout_s"),
-    *("thinking_token_budget", "repetition_detection"),
+    *("thinking_token_budget", "repetition_detection", "skip_reading_prefix_cache"),
+    *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -180,6 +183,12 @@ class ResponsesRequest(Strict):
     timeout_s: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
+    skip_reading_prefix_cache: Any = None
+    ignore_eos: Any = None
+    min_tokens: Any = None
+    stop_token_ids: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
     chat_template_kwargs: Any = None
 
     @model_validator(mode="before")

@@ -34,6 +34,7 @@ MIXES: Sequence[dict[str, Any]] = (
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "min_p": 0.1},
     {"allowed_token_ids": range(9, 400, 11), "frequency_penalty": 2.0},
     {"prompt_logprobs": 1, "logprobs": 0},
+    {"skip_reading_prefix_cache": True},
     {"allowed_token_ids": (9, 20, 31), "repetition_detection": RepetitionDetection(3, 1, 2)},
 )
 
