@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -119,6 +120,14 @@ class Encoded:
     continued: str | None  # the text of the message that goes on, if one does
 
 
+def _differs(text: str, render: Callable[[], str]) -> bool:
+    """Whether a prompt is another one than what `render` returns, or that is none."""
+    try:
+        return text != render()
+    except RequestError:
+        return True
+
+
 def encode(
     service: Service,
     messages: Sequence[ChatMessage],
@@ -129,13 +138,21 @@ def encode(
     """Return the prompt of a conversation; text that so many tokens cannot hold is refused."""
     begins, goes_on = how.add_generation_prompt, bool(how.continue_final_message)
     plain = [message.plain() for message in messages]
-    text = service.template.render(
+    render = partial(
+        service.template.render,
         plain,
         tools,
         not goes_on if begins is None else begins,
         continue_final_message=goes_on,
         **(how.chat_template_kwargs or {}),
     )
+    text = render(documents=how.documents)
+    if how.documents and not _differs(text, render):
+        raise RequestError(
+            "documents were given, and the model's chat template does not tell the model of any; "
+            "put them into a message, or leave them out",
+            "documents",
+        )
     service.tokenizer.check_length(text, most_tokens)
     ids = service.tokenizer.encode(text, add_special_tokens=bool(how.add_special_tokens))
     return Encoded(text, ids, plain_text(plain[-1].get("content", "")) if goes_on else None)

@@ -50,7 +50,6 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "function_call": ("auto", "none"),
     "echo": (False,),
     "chat_template": (),
-    "documents": ([],),
     "media_io_kwargs": ANY,  # of images and sounds, which are refused
     "mm_processor_kwargs": ANY,
 }

@@ -36,6 +36,7 @@ MOST_TOKEN_IDS = 1 << 20  # of a list; no vocabulary has as many
 MOST_BIASES = 1 << 17
 MOST_MESSAGES = 1 << 16  # each takes tokens of the context
 MOST_TOOLS = 1 << 12
+MOST_DOCUMENTS = 1 << 12
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -49,7 +50,7 @@ async def asked(client: Client, path: str, **fields: Any) -> SamplingParams:
         (CHAT, "media_io_kwargs", ({}, {"video": {"num_frames": 4}})),
         (CHAT, "prediction", (PREDICTED,)),
         (CHAT, "modalities", (["text"],)),
-        (CHAT, "documents", ([],)),
+        (CHAT, "documents", ([], None)),
         (CHAT, "echo", (False,)),
         (OPENAI, "service_tier", ("auto", "default", "flex", "scale", "priority")),
         (OPENAI, "prompt_cache_key", ("k",)),
@@ -81,6 +82,10 @@ async def test_what_changes_nothing(
         (ALL, "skip_reading_prefix_cache", 1),
         (OPENAI, "service_tier", "gold"),
         (CHAT, "echo", True),
+        (CHAT, "documents", [{"text": "a"}]),  # this template does not tell the model of them
+        (CHAT, "documents", ["a"]),
+        (CHAT, "documents", {"text": "a"}),
+        (CHAT, "documents", [{}] * 5000),
         (CHAT, "chat_template", "{{ messages }}"),  # a program; vLLM wants an option for it
         (CHAT, "web_search_options", {}),
         (CHAT, "modalities", ["text", "audio"]),
@@ -104,6 +109,30 @@ async def test_the_prefix_cache_is_not_read(client: Client) -> None:
         for value in (True, False, None):
             params = await asked(client, path, skip_reading_prefix_cache=value)
             assert params.skip_reading_prefix_cache is bool(value)
+
+
+async def test_a_template_tells_the_model_of_documents(model_folder: Path) -> None:
+    source = "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}{{ messages[0].content }}"
+    tokenizer = Tokenizer.from_folder(model_folder, frozenset())
+    template = ChatTemplate({"default": source})
+    client = Client(FakeEngine(tokenizer), model_folder, template=template)
+    documents = [{"text": "one"}, {"text": "two", "title": "of no use"}]
+    for given, wanted in ((documents, "[one][two]ab"), ([], "ab"), (None, "ab")):
+        assert (await client.chat(documents=given)).status_code == 200
+        assert tokenizer.decode(client.engine.asked[-1].prompt) == wanted
+        counted = await client.post("/tokenize", messages=[USER], documents=given)
+        assert counted.json()["count"] == len(wanted)
+    response = await client.post("/tokenize", prompt="a", documents=documents)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "documents")
+
+
+async def test_a_template_that_wants_documents(model_folder: Path) -> None:
+    source = "{% if not documents %}{{ raise_exception('none') }}{% endif %}{{ documents[0].text }}"
+    tokenizer = Tokenizer.from_folder(model_folder, frozenset())
+    client = Client(FakeEngine(tokenizer), model_folder, template=ChatTemplate({"default": source}))
+    assert (await client.chat(documents=[{"text": "one"}])).status_code == 200
+    assert tokenizer.decode(client.engine.asked[-1].prompt) == "one"
+    assert (await client.chat()).status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])
