@@ -23,6 +23,7 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.request_ids import take_id
@@ -148,7 +149,7 @@ async def _chunks(
         first = {}
         return made
 
-    async with aclosing(generate(service.engine, job)) as deltas:
+    async with aclosing(spaced(service.engine, job)) as deltas:
         async for index, delta in deltas:
             if (role := choices[index].begin()) is not None:
                 yield chunk(role)

@@ -16,7 +16,8 @@ from onnxport.serving.chat import plain_text
 from onnxport.serving.http import sse
 from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
-from onnxport.serving.http.generation import Job, generate
+from onnxport.serving.http.generation import Job
+from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import Thinking
 from onnxport.serving.http.request_ids import unique
@@ -82,7 +83,8 @@ class Turn:
             is_limited=chat.thinking_token_budget is None,
         )
         prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
-        job = Job([prompt], thinking.before(params), options, unique(name))
+        interval = chat.stream_interval or service.stream_interval
+        job = Job([prompt], thinking.before(params), options, unique(name), interval)
         return cls(job, functions, thinking, adapter or service.model_name)
 
 
@@ -101,7 +103,7 @@ async def events_of(
         renamed: returns what a chat refused by the names of the API that was asked.
     """
     try:
-        async with aclosing(generate(service.engine, job)) as deltas:
+        async with aclosing(spaced(service.engine, job)) as deltas:
             async for _, delta in deltas:
                 for event in take(delta):
                     yield event

@@ -25,6 +25,7 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.logprobs import (
     CompletionLogprobs,
     extend,
@@ -57,7 +58,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
         cut = zip(encoded, prompts, strict=True)
         given = [left if len(left) < len(ids) else one for (one, ids), left in cut]
     header = Header.new(name, "text_completion", adapter or service.model_name)
-    job = Job(prompts, params, options, unique(name))
+    interval = body.stream_interval or service.stream_interval
+    job = Job(prompts, params, options, unique(name), interval)
     echoes = [""] * len(prompts) * params.n
     if body.echo:
         texts = await asyncio.to_thread(_texts, service, given, params.skip_special_tokens)
@@ -106,7 +108,7 @@ async def _chunks(
         for index in range(len(echoes))
     ]
     pending = list(echoes)  # told with the first delta of each choice
-    async with aclosing(generate(service.engine, job)) as deltas:
+    async with aclosing(spaced(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
             logprobs = None

@@ -58,6 +58,7 @@ class Job:
     params: SamplingParams
     options: RequestOptions
     id: str
+    stream_interval: int = 1  # tokens of a chunk, at least; see `intervals.spaced`
 
     @property
     def num_choices(self) -> int:

@@ -46,7 +46,7 @@ SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "structured_outputs", "max_tokens"),
     *("priority", "cache_salt", "timeout_s", "repetition_detection"),
-    "skip_reading_prefix_cache",
+    *("skip_reading_prefix_cache", "stream_interval"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -297,6 +297,7 @@ class MessagesRequest(CountRequest):
     timeout_s: Any = None
     repetition_detection: Any = None
     skip_reading_prefix_cache: Any = None
+    stream_interval: Any = None
 
     def chat(self, service: Service) -> dict[str, Any]:
         """Return the body of a chat that means the same; see `CountRequest.chat`."""

@@ -126,6 +126,7 @@ class RequestBody(FormFields):
     timeout_s: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -59,6 +59,7 @@ SAME: Final = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_outputs"),
     *("parallel_tool_calls", "chat_template_kwargs", "user", "priority", "cache_salt", "timeout_s"),
     *("thinking_token_budget", "repetition_detection", "skip_reading_prefix_cache"),
+    "stream_interval",
     *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
 )
 
@@ -184,6 +185,7 @@ class ResponsesRequest(Strict):
     thinking_token_budget: Any = None
     repetition_detection: Any = None
     skip_reading_prefix_cache: Any = None
+    stream_interval: Any = None
     ignore_eos: Any = None
     min_tokens: Any = None
     stop_token_ids: Any = None

@@ -267,6 +267,7 @@ def test_a_server_is_given_them(
 
     def create_app(_: object, name: str, template: Any, choices: Any) -> object:
         given.update(name=name, prompt=template.render(USER), defaults=choices.defaults)
+        given["interval"] = choices.stream_interval
         raise KeyboardInterrupt
 
     class Closing:
@@ -281,10 +282,12 @@ def test_a_server_is_given_them(
     arguments += ["--default-chat-template-kwargs", '{"word": "hello"}']
     arguments += ["--override-generation-config", '{"temperature": 0.5}']
     arguments += ["--repetition-detection", '{"max_pattern_size": 9, "min_count": 2}']
+    arguments += ["--stream-interval", "4"]
     assert main(arguments) == 130
     assert given == {
         "seed": 7,
         "name": "tiny",
+        "interval": 4,
         "prompt": "hello",
         "defaults": SamplingDefaults(0.5, repetition_detection=RepetitionDetection(9, 0, 2)),
     }

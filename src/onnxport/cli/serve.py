@@ -38,7 +38,7 @@ from onnxport.cli.model_defaults import (
     template_text,
 )
 from onnxport.cli.session import load_engine
-from onnxport.cli.values import port, seconds
+from onnxport.cli.values import port, positive, seconds
 from onnxport.errors import RequestError
 
 if TYPE_CHECKING:
@@ -106,6 +106,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default=10.0,
         metavar="SECONDS",
         help="what running requests have to finish after a signal to stop (10)",
+    )
+    group.add_argument(
+        "--stream-interval",
+        type=positive,
+        default=1,
+        metavar="TOKENS",
+        help="least tokens of a chunk of a stream, but for the first and the last, where requests "
+        "do not say (1)",
     )
     group.add_argument(
         "--sse-ping-interval",
@@ -394,6 +402,7 @@ def _serve(
             tool_call_parser=options.tool_call_parser,
             aliases=names[1:],
             sse_ping_interval_s=options.sse_ping_interval,
+            stream_interval=options.stream_interval,
             root_path=options.root_path,
             thinking_token_budget=options.thinking_token_budget,
         )
