@@ -38,18 +38,21 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     **{name: values for name, values in LABELS.items() if name != "metadata"},
     "background": (False,),
     "store": (False,),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),  # what is too long for the context is refused anyway
     "service_tier": TIERS,
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    "max_tool_calls": (),
+    "max_tool_calls": ANY,  # of the server's own tools, of which there are none
     "context_management": (),
     "moderation": (),
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
     "mm_processor_kwargs": ANY,
     "enable_response_messages": (False,),
+    "previous_input_messages": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
 
