@@ -122,6 +122,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         *,
         continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """Return the prompt for a conversation.
@@ -137,13 +138,13 @@ class ChatTemplate:
             add_generation_prompt: end with the start of an assistant message.
             continue_final_message: end in the middle of the last message, so that what is generated
                 is the rest of it, as transformers has it.
+            documents: that the answer may draw on, for templates that tell the model of such.
             variables: further variables of the template, such as `enable_thinking`; they go before
                 its own.
 
         Raises:
             RequestError: the model has no template, or the template refuses the messages.
         """
-        check_variables(variables)
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -151,7 +152,7 @@ class ChatTemplate:
                     "add_generation_prompt begins another one; send one of them",
                     "continue_final_message",
                 )
-            marked = self.render(_marked(messages), tools, False, **variables)
+            marked = self.render(_marked(messages), tools, False, documents=documents, **variables)
             return _cut(marked)
         name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
         template = self._template(name)
@@ -165,7 +166,7 @@ class ChatTemplate:
                 {**self.special_tokens, **self.variables, **variables},
                 messages=for_channels(plain) if knows.channels else plain,
                 tools=_tools(tools, knows),
-                documents=None,
+                documents=documents or None,
                 add_generation_prompt=add_generation_prompt,
             )
 

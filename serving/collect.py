@@ -27,10 +27,9 @@ class _Completion:
     stop_reason: int | str | None = None
     error: str | None = None
 
-    def score(self) -> tuple[bool, float]:
-        """Return by what completions are compared: whole ones are better than broken ones."""
-        whole = self.finish_reason in ("stop", "length")
-        return whole, mean_logprob(self.token_ids, self.logprobs)
+    def score(self) -> tuple[int, float]:
+        """Return by what completions are compared."""
+        return rank(self.finish_reason), mean_logprob(self.token_ids, self.logprobs)
 
     def add(self, delta: CompletionDelta) -> None:
         assert self.finish_reason is None, f"{delta.request_id}: a delta after the last one"
@@ -40,6 +39,17 @@ class _Completion:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.error = delta.error
+
+
+def rank(reason: str | None) -> int:
+    """Return what counts before log probabilities where completions are compared.
+
+    Whole ones are better than broken ones. One that repeats itself is between them: each time that
+    a pattern comes again it is likelier.
+    """
+    if reason in ("stop", "length"):
+        return 2
+    return 1 if reason == "repetition" else 0
 
 
 def mean_logprob(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> float:

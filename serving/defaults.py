@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 
 from onnxport.errors import ArtifactError, RequestError
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.repetition import RepetitionDetection
 
 GENERATION_CONFIG = "generation_config.json"
 GenerationConfig = Literal["auto", "none"]  # the model's own, or OpenAI's defaults
@@ -37,6 +38,7 @@ class SamplingDefaults:
     Attributes:
         temperature: see `SamplingParams`, as the others.
         left_out: what the model's configuration asks for and is not supported.
+        repetition_detection: see `SamplingParams`; no model chooses it.
     """
 
     temperature: float = 1.0
@@ -46,6 +48,7 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
     typical_p: float = 1.0
     left_out: Mapping[str, Any] = field(default_factory=dict)
+    repetition_detection: RepetitionDetection | None = None
 
     @classmethod
     def of(
@@ -133,4 +136,6 @@ class SamplingDefaults:
         if self.left_out:
             listed = ", ".join(f"{name} {value}" for name, value in self.left_out.items())
             text += f"; not supported yet and left out: {listed}"
+        if self.repetition_detection is not None:
+            text += f"; {self.repetition_detection}"
         return text

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from onnxport.serving.grammar import failure_of
 from onnxport.serving.outputs import CompletionDelta, Failure, FinishReason, TokenLogprobs
+from onnxport.serving.repetition import STOP_REASON
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.sampling import Drawn, token_logprobs
@@ -38,7 +39,7 @@ class Growth:
     stream: TextStream | None = None  # makes the rest
     num_spelled: int = 0  # tokens that it makes text of, the first ones
     reason: FinishReason | None = None  # why the sequence ends here; None: it goes on
-    stop_reason: int | str | None = None  # the stop token or stop string that ends it
+    stop_reason: int | str | None = None  # stop token or string that ends it, or `STOP_REASON`
     failure: Failure | None = None  # why `reason` is "error"
 
     def delta(self, name: Naming) -> CompletionDelta:
@@ -164,7 +165,16 @@ def _append(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> A
         return Added(piece, is_text, End("stop"))
     if len(request.tokens) >= request.max_total_tokens:
         return Added(piece, is_text, End("length"))
+    if _is_stuck(request):
+        return Added(piece, is_text, End("repetition", STOP_REASON))
     return Added(piece, is_text) if piece else GOES_ON
+
+
+def _is_stuck(request: Request) -> bool:
+    """Whether a sequence ends because its output repeats itself."""
+    if request.repetition is None or not request.repetition.is_stuck(request.tokens):
+        return False
+    return request.num_output_tokens >= request.params.min_tokens
 
 
 def _growth(drawn: Drawn, count: int, text: str, num_spelled: int, end: End | None) -> Growth:
@@ -173,7 +183,8 @@ def _growth(drawn: Drawn, count: int, text: str, num_spelled: int, end: End | No
     stream = request.text
     reason, stop_reason, failure = end or (None, None, None)
     if stream is not None and stream.may_stop:
-        if reason not in (None, "error") and not isinstance(stop_reason, str):
+        has_stopped = reason == "stop" and isinstance(stop_reason, str)
+        if reason not in (None, "error") and not has_stopped:
             rest, stop = stream.finish()
             text += rest
             if stop is not None:

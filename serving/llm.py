@@ -343,7 +343,9 @@ class LLM:
     ) -> None:
         self._engine = engine
         self._template = template
-        self._params = SamplingParams(**defaults.filled({}))
+        self._params = SamplingParams(
+            **defaults.filled({}), repetition_detection=defaults.repetition_detection
+        )
         self._numbers = count()
 
     def _next_id(self) -> str:

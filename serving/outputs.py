@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "timeout")
+FinishReason = Literal["stop", "length", "repetition", "abort", "error", "timeout"]
+FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+CUT: tuple[FinishReason, ...] = ("length", "repetition")  # the model would have gone on
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None  # one entry a token, None unless asked for
     finish_reason: FinishReason | None  # None while it runs
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    stop_reason: int | str | None = None  # the stop token or stop string; of a repetition vLLM's
     error: str | None = None  # why finish_reason is "error"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
+from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS = 20  # of one position, unless the engine is told otherwise; OpenAI's and vLLM's
@@ -25,6 +26,12 @@ MAX_DRY = 100.0  # of multiplier and base
 MAX_DRY_LENGTH = 1 << 20
 MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
 DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "skip_reading_prefix_cache",
+)
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
@@ -84,7 +91,7 @@ class SamplingParams:
             form is complete, whatever `ignore_eos` says.
         thinking_token_budget: most tokens that reasoning has behind what opens it; where it is
             still open then, the tokens that close it come next, whatever logits say, and then the
-            answer. A character that is begun is ended first. None sets no limit.
+            answer. A character that is begun is ended first. None and -1 set no limit.
         thought: the reasoning that the output may begin with, which the budget is about; a chat
             knows it by its template.
         top_n_sigma: keep logits at most this many standard deviations, of those that may come,
@@ -102,6 +109,9 @@ class SamplingParams:
         dry_penalty_last_n: how many of the last tokens, of prompt and output, repetitions are
             looked for in; -1 all, 0 none.
         dry_sequence_breakers: texts; a token with one in it ends repetitions, and is not lowered.
+        repetition_detection: ends an output that repeats itself; None looks for nothing.
+        skip_reading_prefix_cache: compute all of the prompt, whatever the prefix cache has of it;
+            others may go on from what was computed.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -143,6 +153,8 @@ class SamplingParams:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
+    repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -157,12 +169,14 @@ class SamplingParams:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
         self._take_logprob_tokens()
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; give true or false", name)
         object.__setattr__(self, "n", 1 if self.n is None else self.n)
         if self.seed == -1:  # vLLM's way to say "any"
             object.__setattr__(self, "seed", None)
+        if self.thinking_token_budget == -1:  # vLLM's way to say "no limit"
+            object.__setattr__(self, "thinking_token_budget", None)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
         _check("temperature", self.temperature, 0.0, 100.0)
@@ -185,12 +199,8 @@ class SamplingParams:
         self._check_choices()
         self._check_left_out()
         self._check_repetitions()
-        form = self.structured_outputs
-        if form is not None and not isinstance(form, StructuredOutputs):
-            raise RequestError(
-                f"structured_outputs is {repr(form)[:80]}; give a StructuredOutputs",
-                "structured_outputs",
-            )
+        _check_type("structured_outputs", self.structured_outputs, StructuredOutputs)
+        _check_type("repetition_detection", self.repetition_detection, RepetitionDetection)
         self._check_thinking()
 
     def _take_logprob_tokens(self) -> None:
@@ -391,6 +401,12 @@ def _ids(name: str, given: Any) -> tuple[int, ...]:
     for token_id in token_ids:
         _check_token(name, token_id)
     return token_ids
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    """Raise RequestError unless `value` is None or of this type."""
+    if value is not None and not isinstance(value, kind):
+        raise RequestError(f"{name} is {repr(value)[:80]}; give a {kind.__name__}", name)
 
 
 def _check_token(name: str, token_id: int) -> None:

@@ -110,10 +110,10 @@ class Planner:
         return Found(end - columns.start, tuple(found))
 
     def columns_ahead(self, request: Request) -> range:
-        """The columns of a request that it could go on from if they were cached."""
+        """The columns of a request that it would go on from if they were cached."""
         block_size = self._pool.block_size
         start, partial = divmod(request.num_computed_tokens, block_size)
-        if request.keys is None or partial:
+        if request.keys is None or partial or request.params.skip_reading_prefix_cache:
             return range(start, start)
         return range(start, min(len(request.keys), (len(request.tokens) - 1) // block_size))
 

@@ -21,6 +21,7 @@ from onnxport.serving.grammar import Grammar
 from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.repetition import Repetition
 from onnxport.serving.rules import LogitRules, SequenceRules
 from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.text import TextStream
@@ -73,6 +74,7 @@ class Request:
         summary_scale: what the model should tell of its logits; see `drawing.summary_scale`.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
+        repetition: how its output repeats itself; None: nobody looks.
         scores: log probabilities of the prompt's tokens from its second on, as far as they are
             computed; None if nobody asked, or when they have been delivered.
         logprobs_mode: what log probabilities are of.
@@ -105,6 +107,7 @@ class Request:
         "plain",
         "prompt",
         "rank",
+        "repetition",
         "request_id",
         "row",
         "rules",
@@ -169,6 +172,10 @@ class Request:
         )
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))
         self.grammar = grammar
+        detection = params.repetition_detection
+        self.repetition: Repetition | None = None
+        if detection is not None and detection.is_on:
+            self.repetition = Repetition(detection, len(tokens))
         self.tokens = tokens
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0

@@ -357,6 +357,8 @@ class Scheduler:
         """Count what the prefix cache was asked for and found, at a request's first attempt."""
         if request.num_preemptions or request.keys is None:
             return
+        if request.params.skip_reading_prefix_cache:
+            return
         if not request.running:
             self.num_looked_up += len(request.tokens)
         found = num_past - request.num_computed_tokens

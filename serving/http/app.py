@@ -76,6 +76,8 @@ class AppOptions:
             of their path, or not. "": none.
         thinking_token_budget: of chats, responses and messages that think and give none; None: no
             budget.
+        stream_interval: tokens that a chunk of a stream has at least, but for the first and the
+            last, where requests do not say.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -90,17 +92,23 @@ class AppOptions:
     sse_ping_interval_s: float = 10.0  # proxies give up after a minute, some after half of one
     root_path: str = ""
     thinking_token_budget: int | None = None
+    stream_interval: int = 1
 
     def __post_init__(self) -> None:
         """Refuse a deadline that no request could have, and what is no interval or path.
 
         Raises:
             RequestError: the deadline is not above 0, or too long; the interval is not in its
-                range; the path is none; the budget is below 0.
+                range; the path is none; the budget is below -1; a chunk has no token.
         """
         RequestOptions(timeout_s=self.request_timeout_s)
         check_root_path(self.root_path)
         SamplingParams(thinking_token_budget=self.thinking_token_budget)
+        if self.stream_interval < 1:
+            raise RequestError(
+                f"stream_interval is {self.stream_interval}; a chunk has 1 token or more",
+                "stream_interval",
+            )
         interval_s = self.sse_ping_interval_s
         if interval_s and not SHORTEST_PING_S <= interval_s <= LONGEST_PING_S:
             raise RequestError(
@@ -161,6 +169,7 @@ def create_app(
         options.aliases,
         options.sse_ping_interval_s,
         options.thinking_token_budget,
+        options.stream_interval,
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)

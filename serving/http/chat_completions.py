@@ -23,6 +23,7 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.request_ids import take_id
@@ -59,7 +60,7 @@ class Told:
         """Return why a choice ended, which OpenAI, and vLLM after it, tells by how it was asked.
 
         A call of the one function that may be called is a "stop", any other one is "tool_calls".
-        What was cut stays "length": calls may be missing.
+        What was cut stays as it is: calls may be missing.
         """
         return "tool_calls" if called and not self.named and reason == "stop" else reason
 
@@ -152,7 +153,7 @@ async def _chunks(
         first = {}
         return made
 
-    async with aclosing(generate(service.engine, job)) as deltas:
+    async with aclosing(spaced(service.engine, job)) as deltas:
         async for index, delta in deltas:
             if (role := choices[index].begin()) is not None:
                 yield chunk(role)

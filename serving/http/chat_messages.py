@@ -141,6 +141,11 @@ class Rendering(Protocol):
         """Further variables of the template."""
         ...
 
+    @property
+    def documents(self) -> list[dict[str, Any]] | None:
+        """What the answer may draw on."""
+        ...
+
 
 def told(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]]:
     """Return what the model is told of tools."""

@@ -18,7 +18,7 @@ from onnxport.serving.http.chat_messages import (
     told,
 )
 from onnxport.serving.http.fields import NEUTRAL_CHAT
-from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, RequestBody
+from onnxport.serving.http.protocol import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS, RequestBody
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import AnyFormat
@@ -43,6 +43,7 @@ class ChatRequest(RequestBody):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MOST_DOCUMENTS)] | None = None
     include_reasoning: bool | None = None  # true unless told otherwise
     reasoning_effort: Effort | None = None
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -15,7 +16,8 @@ from onnxport.serving.chat import plain_text
 from onnxport.serving.http import sse
 from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
-from onnxport.serving.http.generation import Job, generate
+from onnxport.serving.http.generation import Job
+from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import Thinking
 from onnxport.serving.http.request_ids import unique
@@ -80,9 +82,11 @@ class Turn:
             is_told=chat.tells_reasoning,
             functions=functions,
             skip_special_tokens=params.skip_special_tokens,
+            is_limited=chat.thinking_token_budget is None,
         )
         prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
-        job = Job([prompt], thinking.before(params), options, unique(name))
+        interval = chat.stream_interval or service.stream_interval
+        job = Job([prompt], thinking.before(params), options, unique(name), interval)
         return cls(job, functions, thinking, adapter or service.model_name)
 
 
@@ -101,7 +105,7 @@ async def events_of(
         renamed: returns what a chat refused by the names of the API that was asked.
     """
     try:
-        async with aclosing(generate(service.engine, job)) as deltas:
+        async with aclosing(spaced(service.engine, job)) as deltas:
             async for _, delta in deltas:
                 for event in take(delta):
                     yield event
@@ -120,6 +124,14 @@ class Encoded:
     continued: str | None  # the text of the message that goes on, if one does
 
 
+def _differs(text: str, render: Callable[[], str]) -> bool:
+    """Whether a prompt is another one than what `render` returns, or that is none."""
+    try:
+        return text != render()
+    except RequestError:
+        return True
+
+
 def encode(
     service: Service,
     messages: Sequence[ChatMessage],
@@ -130,13 +142,21 @@ def encode(
     """Return the prompt of a conversation; text that so many tokens cannot hold is refused."""
     begins, goes_on = how.add_generation_prompt, bool(how.continue_final_message)
     plain = [message.plain() for message in messages]
-    text = service.template.render(
+    render = partial(
+        service.template.render,
         plain,
         tools,
         not goes_on if begins is None else begins,
         continue_final_message=goes_on,
         **(how.chat_template_kwargs or {}),
     )
+    text = render(documents=how.documents)
+    if how.documents and not _differs(text, render):
+        raise RequestError(
+            "documents were given, and the model's chat template does not tell the model of any; "
+            "put them into a message, or leave them out",
+            "documents",
+        )
     service.tokenizer.check_length(text, most_tokens)
     ids = service.tokenizer.encode(text, add_special_tokens=bool(how.add_special_tokens))
     return Encoded(text, ids, plain_text(plain[-1].get("content", "")) if goes_on else None)

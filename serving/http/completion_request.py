@@ -39,7 +39,7 @@ class CompletionRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_budget(self) -> CompletionRequest:
-        if self.thinking_token_budget is not None:
+        if self.thinking_token_budget not in (None, -1):
             raise RequestError(
                 f"thinking_token_budget is {self.thinking_token_budget}, and completions know of "
                 "no reasoning: their prompts are any text. Leave it out, or send messages to "

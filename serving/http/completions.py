@@ -25,6 +25,7 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.logprobs import (
     CompletionLogprobs,
     extend,
@@ -62,7 +63,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     num_scored = params.n * sum(len(each) - 1 for each in prompts)  # each choice tells them
     check_total(params, num_scored, (params.max_tokens or 0) * len(prompts))
     header = Header.new(name, "text_completion", adapter or service.model_name)
-    job = Job(prompts, params, options, unique(name))
+    interval = body.stream_interval or service.stream_interval
+    job = Job(prompts, params, options, unique(name), interval)
     echoes = [""] * len(prompts) * params.n
     if body.echo:
         texts = await asyncio.to_thread(_texts, service, given, params.skip_special_tokens)
@@ -111,7 +113,7 @@ async def _chunks(
         for index in range(len(echoes))
     ]
     pending = list(echoes)  # told with the first delta of each choice
-    async with aclosing(generate(service.engine, job)) as deltas:
+    async with aclosing(spaced(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
             logprobs = None

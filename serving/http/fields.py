@@ -10,7 +10,14 @@ from onnxport.errors import RequestError
 from onnxport.serving.text import HALF, is_whole
 
 ANY: object = object()  # every value is neutral: the field cannot change the result
-LABELS = {"metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
+LABELS = {
+    "metadata": ANY,
+    "safety_identifier": ANY,
+    "prompt_cache_key": ANY,
+    "prompt_cache_options": ANY,  # prompts that begin alike are always cached
+    "prompt_cache_retention": ANY,
+}
+TIERS = ("auto", "default", "flex", "scale", "priority")  # OpenAI's; here there is one
 
 MOST_FIELDS = 256  # of a body; no request has a third of them
 MAX_DEPTH = 64  # of nested lists and objects
@@ -20,7 +27,7 @@ _PLAIN = {int, bool, type(None)}
 NEUTRAL: Mapping[str, Any] = {
     **LABELS,
     "store": (False,),
-    "service_tier": ("auto", "default"),
+    "service_tier": TIERS,
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "logits_processors": ([],),
@@ -30,23 +37,24 @@ NEUTRAL: Mapping[str, Any] = {
     **{"mirostat": (0,), "mirostat_tau": ANY, "mirostat_eta": ANY},  # llama.cpp's, as what follows
     **{"dynatemp_range": (0,), "dynatemp_exponent": ANY, "repeat_penalty": (1,), "min_keep": (0,)},
     **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
+    "detokenize": (True,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
+    "prediction": ANY,  # of speed alone
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "echo": (False,),
     "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": (),
+    "media_io_kwargs": ANY,  # of images and sounds, which are refused
+    "mm_processor_kwargs": ANY,
 }
 NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "suffix": ("",), "prompt_embeds": ()}
 

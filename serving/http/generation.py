@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from fastapi import Request
 
 from onnxport.errors import RequestError
-from onnxport.serving.collect import mean_logprob
+from onnxport.serving.collect import mean_logprob, rank
 from onnxport.serving.http.errors import FINAL, SERVER_ERROR, STOPPED, ApiError
 from onnxport.serving.http.service import Engine
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
@@ -58,6 +58,7 @@ class Job:
     params: SamplingParams
     options: RequestOptions
     id: str
+    stream_interval: int = 1  # tokens of a chunk, at least; see `intervals.spaced`
 
     @property
     def num_choices(self) -> int:
@@ -135,7 +136,7 @@ class Collected:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the stop string or stop token that ended it
+    stop_reason: int | str | None = None  # as in `CompletionDelta`
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # of its prompt
 
@@ -149,9 +150,11 @@ class Collected:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 
-    def score(self) -> float:
+    def score(self) -> tuple[int, float]:
         """Return by what completions of one prompt are compared."""
-        return mean_logprob([one for one, _ in self.logprobs], [one for _, one in self.logprobs])
+        sampled = [one for one, _ in self.logprobs]
+        mean = mean_logprob(sampled, [one for _, one in self.logprobs])
+        return rank(self.finish_reason), mean
 
 
 def token_logprobs(delta: CompletionDelta) -> list[tuple[int, TokenLogprobs]]:

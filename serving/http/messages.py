@@ -24,7 +24,7 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.http.tokens import MOST_TOKENS
 from onnxport.serving.http.tool_calls import Parsed
 from onnxport.serving.http.tool_formats.base import ParsedCall
-from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.outputs import CUT, CompletionDelta
 
 Event = dict[str, Any]
 PING: Final = sse.event({"type": "ping"}, is_named=True)
@@ -215,8 +215,8 @@ class Told:
     def _end(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield the end of the message."""
         yield from self._close()
-        self._reason = "max_tokens" if delta.finish_reason == "length" else "end_turn"
-        if isinstance(delta.stop_reason, str):
+        self._reason = "max_tokens" if delta.finish_reason in CUT else "end_turn"
+        if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
             self._reason, self._sequence = "stop_sequence", delta.stop_reason
         if self._reason != "max_tokens" and any(b["type"] == "tool_use" for b in self._content):
             self._reason, self._sequence = "tool_use", None

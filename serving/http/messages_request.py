@@ -34,6 +34,8 @@ NEUTRAL_COUNT: Final[Mapping[str, Any]] = {
 NEUTRAL: Final[Mapping[str, Any]] = {
     **NEUTRAL_COUNT,
     "container": (),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
     "diagnostics": ANY,
     "inference_geo": (),
     "service_tier": ("auto", "standard_only"),
@@ -43,7 +45,8 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "structured_outputs", "max_tokens"),
-    *("priority", "cache_salt", "timeout_s"),
+    *("priority", "cache_salt", "timeout_s", "repetition_detection"),
+    *("skip_reading_prefix_cache", "stream_interval"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -292,6 +295,9 @@ class MessagesRequest(CountRequest):
     priority: Any = None
     cache_salt: Any = None
     timeout_s: Any = None
+    repetition_detection: Any = None
+    skip_reading_prefix_cache: Any = None
+    stream_interval: Any = None
 
     def chat(self, service: Service) -> dict[str, Any]:
         """Return the body of a chat that means the same; see `CountRequest.chat`."""

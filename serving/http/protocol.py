@@ -28,6 +28,7 @@ from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
 from onnxport.serving.logprob_limits import counted
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.repetition import RepetitionDetection
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
 MOST_TRUNCATED = 1 << 20  # tokens of a prompt of which only the end counts
@@ -40,6 +41,7 @@ LLAMA_CPP = (  # fields of its server that the engine has by the same names
     *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
 )
+MOST_DOCUMENTS = 1 << 12
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -123,12 +125,15 @@ class RequestBody(FormFields):
     allowed_token_ids: TokenIds | None = None
     min_tokens: int | None = None
     thinking_token_budget: int | None = None
+    repetition_detection: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
@@ -137,6 +142,7 @@ class RequestBody(FormFields):
     timeout_s: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -200,7 +206,7 @@ class RequestBody(FormFields):
         return None if self.truncate_prompt_tokens is None else MOST_TRUNCATED
 
     def truncated(self, prompt: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
-        """Return the end of a prompt, as `truncate_prompt_tokens` says.
+        """Return the end of a prompt, or its beginning, as `truncate_prompt_tokens` says.
 
         Args:
             prompt: token ids.
@@ -215,7 +221,9 @@ class RequestBody(FormFields):
             )
         if most == -1:
             most = max(1, max_model_len - (1 if max_tokens is None else max_tokens))
-        return prompt if most is None else prompt[-most:]
+        if most is None:
+            return prompt
+        return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
 
     def options(
         self, tenant: str | None, timeout_s: float | None, adapter: str | None
@@ -287,7 +295,16 @@ class RequestBody(FormFields):
             skip_special_tokens=self.skip_special_tokens is not False,
             structured_outputs=self.form(),
             thinking_token_budget=self.thinking_token_budget,
+            repetition_detection=self._detection(defaults),
+            skip_reading_prefix_cache=bool(self.skip_reading_prefix_cache),
         )
+
+    def _detection(self, defaults: SamplingDefaults) -> RepetitionDetection | None:
+        """Return when an answer is stuck: as was given, be it that nothing is looked for."""
+        given = self.repetition_detection
+        if given is None:
+            return defaults.repetition_detection
+        return RepetitionDetection.from_mapping(given)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

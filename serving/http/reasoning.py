@@ -51,6 +51,7 @@ class Thinking:
         is_told: bool = True,
         functions: Functions,
         skip_special_tokens: bool,
+        is_limited: bool = True,
     ) -> Thinking:
         """Return what a prompt says.
 
@@ -61,6 +62,7 @@ class Thinking:
             is_told: see the attribute.
             functions: that were offered.
             skip_special_tokens: whether reasoning has none.
+            is_limited: whether it has the server's budget where it has none of its own.
         """
         known, tools = service.reasoning, service.tools
         if known is None:
@@ -73,7 +75,7 @@ class Thinking:
             tools.hidden(functions, skip_special_tokens=skip_special_tokens),
             tuple(functions) if tools.format.has_channels else (),
             tuple(one for one in ids if one is not None),
-            service.thinking_token_budget,
+            service.thinking_token_budget if is_limited else None,
         )
 
     def before(self, params: SamplingParams) -> SamplingParams:

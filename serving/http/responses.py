@@ -24,7 +24,7 @@ from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, r
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed
 from onnxport.serving.http.tool_formats.base import ParsedCall
-from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.outputs import CUT, CompletionDelta
 from onnxport.serving.split import places
 
 Event = dict[str, Any]
@@ -109,7 +109,7 @@ class Told:
         """Yield what a delta adds to the answer."""
         yield from self._tell_parts(self._parse(delta))
         if delta.finish_reason:
-            yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
+            yield from self._end("incomplete" if delta.finish_reason in CUT else "completed")
 
     def _tell_parts(self, parsed: Parsed) -> Iterator[Event]:
         """Yield texts and calls of the answer."""

@@ -14,7 +14,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest, Effort
-from onnxport.serving.http.fields import LABELS, check_json, check_neutral
+from onnxport.serving.http.fields import ANY, LABELS, TIERS, check_json, check_neutral
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.renaming import as_chat as chat_of
 from onnxport.serving.http.renaming import with_names
@@ -37,16 +37,21 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     **{name: values for name, values in LABELS.items() if name != "metadata"},
     "background": (False,),
     "store": (False,),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
+    "truncation": ("disabled", "auto"),  # what is too long for the context is refused anyway
+    "service_tier": TIERS,
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    "max_tool_calls": (),
+    "max_tool_calls": ANY,  # of the server's own tools, of which there are none
     "context_management": (),
     "moderation": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "mm_processor_kwargs": ANY,
+    "enable_response_messages": (False,),
+    "previous_input_messages": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
 
@@ -55,7 +60,9 @@ SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_outputs"),
     *("parallel_tool_calls", "chat_template_kwargs", "user", "priority", "cache_salt", "timeout_s"),
-    "thinking_token_budget",
+    *("thinking_token_budget", "repetition_detection", "skip_reading_prefix_cache"),
+    "stream_interval",
+    *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -179,6 +186,14 @@ class ResponsesRequest(Strict):
     cache_salt: Any = None
     timeout_s: Any = None
     thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    skip_reading_prefix_cache: Any = None
+    stream_interval: Any = None
+    ignore_eos: Any = None
+    min_tokens: Any = None
+    stop_token_ids: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
     chat_template_kwargs: Any = None
 
     @model_validator(mode="before")

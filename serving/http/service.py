@@ -178,6 +178,7 @@ class Service:
     aliases: tuple[str, ...] = ()  # further names of the model
     ping_interval_s: float = 0.0  # of comments in streams that say nothing; 0: there are none
     thinking_token_budget: int | None = None  # of chats that give none
+    stream_interval: int = 1  # of streams that give none
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -18,7 +18,7 @@ from onnxport.serving.http.chat_messages import (
 )
 from onnxport.serving.http.chat_turn import encode
 from onnxport.serving.http.fields import are_ids, check_json
-from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
+from onnxport.serving.http.protocol import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.strict import Strict
 
@@ -43,6 +43,7 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None  # true, if the last message is not continued
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MOST_DOCUMENTS)] | None = None
     add_special_tokens: bool | None = None  # true of a text, false of a conversation
     return_token_strs: bool | None = None
 
@@ -59,7 +60,7 @@ class TokenizeRequest(Strict):
             raise RequestError("send either prompt, a text, or messages, a conversation", "prompt")
         fields = (
             *("tools", "add_generation_prompt", "continue_final_message"),
-            "chat_template_kwargs",
+            *("chat_template_kwargs", "documents"),
         )
         alone = [name for name in fields if getattr(self, name) is not None]
         if self.messages is None and alone:

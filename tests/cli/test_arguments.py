@@ -351,6 +351,8 @@ def test_intervals_of_pings(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("serve", "m").sse_ping_interval == AppOptions().sse_ping_interval_s == 10
     assert parse("serve", "m", "--sse-ping-interval", "0").sse_ping_interval == 0
     assert parse("serve", "m", "--sse-ping-interval", "2.5").sse_ping_interval == 2.5
+    assert parse("serve", "m").stream_interval == AppOptions().stream_interval == 1
+    assert parse("serve", "m", "--stream-interval", "8").stream_interval == 8
     for wrong in ("-1", "0.01", "3601", "inf", "nan", "x"):
         with pytest.raises(SystemExit):
             parse("serve", "m", "--sse-ping-interval", wrong)

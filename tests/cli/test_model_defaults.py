@@ -17,6 +17,7 @@ from onnxport.cli.model_defaults import chat_template, sampling_defaults, templa
 from onnxport.errors import ArtifactError, RequestError
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.repetition import RepetitionDetection
 
 from .conftest import onnxport, write_checkpoint
 
@@ -112,6 +113,10 @@ def test_a_file_that_is_no_template(
         (["serve", "m", "--override-generation-config", '{"top_p": 2}'], "top_p is 2"),
         (["serve", "m", "--override-generation-config", '{"top_k": "5"}'], "top_k is '5'"),
         (["serve", "m", "--override-generation-config", '{"min_p": NaN}'], "not valid JSON"),
+        (["serve", "m", "--repetition-detection", "3"], "is no object of JSON"),
+        (["serve", "m", "--repetition-detection", '{"min_count": "3"}'], "min_count is '3'"),
+        (["serve", "m", "--repetition-detection", '{"max_pattern_size": 4}'], "min_count 0"),
+        (["serve", "m", "--repetition-detection", '{"count": 4}'], "'count', which is not known"),
         (["serve", "m", "--default-chat-template-kwargs", '{"a": 1e999}'], "not valid JSON"),
         (["serve", "m", "--default-chat-template-kwargs", '{"tools": []}'], "sets ['tools']"),
         (["chat", "m", "--chat-template-kwargs", '"a"'], "is no object of JSON"),
@@ -136,6 +141,10 @@ def test_sampling_defaults(model: Path) -> None:
     )
     override = ("serve", "m", "--override-generation-config", '{"top_k": 5, "top_p": 0.9}')
     assert sampling_defaults(model, parse(*override)) == SamplingDefaults(0.6, 0.9, 5)
+    rule = ("--repetition-detection", '{"max_pattern_size": 4, "min_count": 3}')
+    assert sampling_defaults(model, parse(*override, *rule)) == SamplingDefaults(
+        0.6, 0.9, 5, repetition_detection=RepetitionDetection(4, 0, 3)
+    )
     none = (*override, "--generation-config", "none")
     assert sampling_defaults(model, parse(*none)) == SamplingDefaults(1.0, 0.9, 5)
     (model / "generation_config.json").write_text("[]")
@@ -258,6 +267,7 @@ def test_a_server_is_given_them(
 
     def create_app(_: object, name: str, template: Any, choices: Any) -> object:
         given.update(name=name, prompt=template.render(USER), defaults=choices.defaults)
+        given["interval"] = choices.stream_interval
         raise KeyboardInterrupt
 
     class Closing:
@@ -271,10 +281,13 @@ def test_a_server_is_given_them(
     arguments = ["serve", str(artifact), "--port", "0", "--seed", "7", "--chat-template", str(file)]
     arguments += ["--default-chat-template-kwargs", '{"word": "hello"}']
     arguments += ["--override-generation-config", '{"temperature": 0.5}']
+    arguments += ["--repetition-detection", '{"max_pattern_size": 9, "min_count": 2}']
+    arguments += ["--stream-interval", "4"]
     assert main(arguments) == 130
     assert given == {
         "seed": 7,
         "name": "tiny",
+        "interval": 4,
         "prompt": "hello",
-        "defaults": SamplingDefaults(0.5),
+        "defaults": SamplingDefaults(0.5, repetition_detection=RepetitionDetection(9, 0, 2)),
     }

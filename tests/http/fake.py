@@ -122,7 +122,7 @@ class FakeEngine:
     ) -> AsyncGenerator[CompletionDelta, None]:
         cached = self.cached[number] if self.cached else 0
         for step in range(max(map(len, self.answers)) + 1):
-            for index, answer in enumerate(self.answers[: params.n]):
+            for index, answer in enumerate(self.answers[: params.num_sequences]):
                 if step > len(answer):
                     continue
                 text = answer[step : step + 1]
@@ -133,7 +133,7 @@ class FakeEngine:
                     index,
                     text,
                     tuple(entry),
-                    (entry,) if entry and params.logprobs is not None else None,
+                    (entry,) if entry and params.num_logprobs is not None else None,
                     reason,
                     self.stop_reason if reason else None,
                     num_cached_tokens=cached,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onnxport.errors import ArtifactError, RequestError
-from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.chat import ChatTemplate, check_variables
 
 USER = {"role": "user", "content": "Is <b>5 > 3</b> & \"so\" on? 'é' 你好"}
 TURNS = [
@@ -73,6 +73,10 @@ NAMESPACE = """{% set ns = namespace(last=-1, texts=[]) %}{% for m in messages %
 {{ documents is defined }}{{ nothing is defined }}"""
 GENERATION = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}
 {% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+RETRIEVAL = """{% if documents %}{% for d in documents %}[{{ loop.index }}] {{ d.title }}:
+{{ d['text'] }}
+{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
 TEMPLATES = [CHATML, BLOCKS, WITH_TOOLS, NAMESPACE, GENERATION]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -327,7 +331,28 @@ def test_bad_syntax_is_a_request_error() -> None:
 
 def test_reserved_variables_are_refused() -> None:
     with pytest.raises(RequestError, match="documents"):
-        ChatTemplate({"default": CHATML}).render([USER], documents=[])
+        check_variables({"documents": []})
+
+
+def test_documents_are_what_transformers_makes_of_them(reference: Any) -> None:
+    template = ChatTemplate({"default": RETRIEVAL}, TOKENS)
+    documents = [{"title": "Rome", "text": "It is old."}, {"title": "Oslo", "text": "It is not."}]
+    for given in (None, documents):
+        for goes_on in (False, True):
+            turns = [USER, {"role": "assistant", "content": "so"}] if goes_on else [USER]
+            expected = reference.apply_chat_template(
+                turns,
+                documents=given,
+                chat_template=RETRIEVAL,
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+            )
+            found = template.render(
+                turns, None, not goes_on, continue_final_message=goes_on, documents=given
+            )
+            assert found == expected
+    assert template.render([USER], documents=[]) == template.render([USER])
 
 
 def write(folder: Path, **files: Any) -> Path:

@@ -444,13 +444,12 @@ def test_the_client_raises_what_fails_in_the_middle(client: OpenAI) -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"store": True}, "store"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
         ({"request_id": "a b"}, "request_id"),
-        ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
@@ -477,6 +476,16 @@ def test_what_is_refused(server: RunningServer, fields: dict[str, Any], param: s
         error = response.json()["error"]
         if param is not None:
             assert error["param"] == param, error
+
+
+def test_a_prompt_that_is_too_long_is_refused_whatever_truncation_says(
+    server: RunningServer,
+) -> None:
+    for truncation in ("auto", "disabled"):
+        ask = {"model": MODEL, "input": "x" * 20_000, "truncation": truncation}
+        found = httpx.post(f"{server.url}/v1/responses", json=ask)
+        assert found.status_code == 400, found.text
+        assert "context" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

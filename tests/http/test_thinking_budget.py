@@ -60,7 +60,7 @@ def test_an_answer_begins_behind_the_budget(thinker: RunningServer, has_tokens: 
 
 
 def test_a_thought_that_is_within_its_budget_is_left_alone(thinker: RunningServer) -> None:
-    for most in (9, 10**9, None):
+    for most in (9, 10**9, -1, None):
         message = whole(thinker, body(f"{OPENS}abc{CLOSES}yes", thinking_token_budget=most))
         message = message["choices"][0]["message"]
         assert (message["reasoning"], message["content"]) == ("abc", "yes")
@@ -106,7 +106,7 @@ def test_a_response_has_it_too(thinker: RunningServer) -> None:
     assert message["content"][0]["text"].endswith("yes")
 
 
-@pytest.mark.parametrize("given", [-1, 1.5, "4", True])
+@pytest.mark.parametrize("given", [-2, 1.5, "4", True])
 def test_what_is_no_budget_is_refused(thinker: RunningServer, given: Any) -> None:
     chat = body("yes", thinking_token_budget=given)
     response = {"model": MODEL, "input": "a", "thinking_token_budget": given}
@@ -120,16 +120,19 @@ def test_where_it_cannot_be_obeyed_it_is_refused(
     prompt = {"model": MODEL, "prompt": "a", "thinking_token_budget": 4}
     refused(thinker, "completions", prompt, "completions know of no reasoning")
     del prompt["thinking_token_budget"]
-    answer = httpx.post(f"{thinker.url}/v1/completions", json=prompt)
-    assert answer.status_code == 200
+    for free in ({}, {"thinking_token_budget": -1}):  # no limit is none
+        answer = httpx.post(f"{thinker.url}/v1/completions", json=prompt | free)
+        assert answer.status_code == 200
     chat = body("yes", thinking_token_budget=4)
     banned = {**chat, "bad_words": [CLOSES]}
     refused(thinker, "chat/completions", banned, "bad_words must not forbid")
     if not has_tokens:
         return
     refused(server, "chat/completions", chat, "it is not known how this model writes")
-    harmony = start(reasoning_parser="openai_gptoss")
+    harmony = start(reasoning_parser="openai_gptoss", thinking_token_budget=-1)
     refused(harmony, "chat/completions", chat, "reasoning in messages")
+    for each in (server, harmony):
+        whole(each, chat | {"thinking_token_budget": -1})
 
 
 def refused(server: RunningServer, path: str, ask: dict[str, Any], words: str) -> None:
@@ -149,7 +152,14 @@ def test_a_budget_of_requests_that_give_none(
 
     assert thought() == LONG[:3]
     assert thought(thinking_token_budget=5) == LONG[:5]
+    assert thought(thinking_token_budget=-1) == LONG.removesuffix("</think>yes")
+    ask = {"model": MODEL, "input": say(OPENS + LONG), "temperature": 0}
+    for budget, wanted in ((None, LONG[:3]), (-1, LONG.removesuffix("</think>yes"))):
+        more = {"thinking_token_budget": budget}
+        found = httpx.post(f"{server.url}/v1/responses", json=ask | more).json()["output"]
+        assert found[0]["content"][0]["text"] == wanted
     assert thought(response_format=JSON, max_tokens=60) == LONG[:3]
+    assert thought(thinking_token_budget=None) == LONG[:3]
     assert thought(bad_words=["</think>", "zzz"], max_tokens=60) != LONG[:3]
     messages = [
         whole(each, body(text, False))["choices"][0]["message"]
@@ -167,7 +177,7 @@ def test_a_budget_of_requests_that_give_none(
     [
         ("none", 3, "it is not known how this model writes its reasoning"),
         ("openai_gptoss", 3, "which no tag closes"),
-        ("qwen3", -1, "thinking_token_budget is -1"),
+        ("qwen3", -2, "thinking_token_budget is -2"),
     ],
 )
 def test_a_server_that_can_have_no_budget(

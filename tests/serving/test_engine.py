@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from onnxport.errors import CapacityError, OnnxportError, RequestError
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel
+from onnxport.serving.outputs import FINISH_REASONS
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import (
     GREEDY,
@@ -301,7 +302,7 @@ def test_stats_count_what_happened() -> None:
     run(engine)
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.generation_tokens) == (9, 36)
-    assert stats.finished == {"stop": 0, "length": 3, "abort": 0, "error": 0, "timeout": 0}
+    assert stats.finished == dict.fromkeys(FINISH_REASONS, 0) | {"length": 3}
 
 
 def test_close_aborts_and_refuses() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,7 @@ from onnxport.errors import CapacityError, OverloadedError, RequestError
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.request import Request
 from tests.serving.helpers import Clock, alone, checked_step, null_engine, run, submit
 from tests.serving.prophet import Prophet
@@ -23,7 +25,7 @@ from tests.tiers import examples
 
 MAIN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 BRANCHES = [MAIN, [*MAIN[:6], *range(60, 76)], [*MAIN[:8], *range(80, 96)], [1] * 22]
-NORMAL = ("length", "stop")
+NORMAL = ("length", "stop", "repetition")
 MOST_TOKENS = 32  # of a sequence
 MIXES: Sequence[dict[str, Any]] = (
     {},
@@ -38,6 +40,8 @@ MIXES: Sequence[dict[str, Any]] = (
         "xtc_probability": 0.4,
         "top_n_sigma": 3.0,
     },
+    {"skip_reading_prefix_cache": True},
+    {"allowed_token_ids": (9, 20, 31), "repetition_detection": RepetitionDetection(3, 1, 2)},
 )
 
 
@@ -261,8 +265,9 @@ class GuessingMachine(TieredMachine):
         return self.prophet
 
     def future(self, request: Request) -> list[int]:
-        """The tokens that a request is going to get; they are computed without failures."""
+        """The tokens that a request would get, were it not stuck; computed without failures."""
         prompt, params = self.requests[request.request_id]
+        params = replace(params, repetition_detection=None)
         fails, self.sampler_fails = self.sampler_fails, 0
         try:
             return alone(prompt, params, request.index, self.groups)

@@ -349,7 +349,8 @@ def test_what_may_forbid_other_things_is_not(more: dict[str, Any]) -> None:
 
 
 def test_what_is_refused() -> None:
-    for most, words in ((-1, "must be in"), (1.5, "integer"), (True, "number"), ("4", "integer")):
+    assert SamplingParams(thinking_token_budget=-1) == SamplingParams()  # no limit, as in vLLM
+    for most, words in ((-2, "must be in"), (1.5, "integer"), (True, "number"), ("4", "integer")):
         with pytest.raises(RequestError, match=words) as caught:
             SamplingParams(thinking_token_budget=most)  # type: ignore[arg-type]
         assert caught.value.param == "thinking_token_budget"

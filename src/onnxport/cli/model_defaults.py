@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from onnxport.errors import RequestError
 if TYPE_CHECKING:
     from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.defaults import SamplingDefaults
+    from onnxport.serving.repetition import RepetitionDetection
 
 BYTE_ORDER_MARK = "\ufeff"  # some editors begin a file with it; a prompt must not
 
@@ -36,6 +38,17 @@ def add_override(parser: argparse._ActionsContainer) -> None:
         metavar="JSON",
         help="sampling defaults that go before those of --generation-config, such as "
         """'{"temperature": 0.6, "top_k": 20}' (none)""",
+    )
+
+
+def add_repetition_option(parser: argparse._ActionsContainer) -> None:
+    """Add when answers are stuck, where requests do not say."""
+    parser.add_argument(
+        "--repetition-detection",
+        type=repetition_detection,
+        metavar="JSON",
+        help="ends answers that repeat themselves, of requests that do not say, such as "
+        """'{"max_pattern_size": 64, "min_count": 8}' (none)""",
     )
 
 
@@ -69,6 +82,16 @@ def sampling_fields(text: str) -> dict[str, Any]:
     return found
 
 
+def repetition_detection(text: str) -> RepetitionDetection:
+    """Parse when an answer is stuck."""
+    from onnxport.serving.repetition import RepetitionDetection
+
+    try:
+        return RepetitionDetection.from_mapping(json_object(text))
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def template_variables(text: str) -> dict[str, Any]:
     """Parse variables of a chat template by name."""
     from onnxport.serving.chat import check_variables
@@ -90,7 +113,8 @@ def sampling_defaults(artifact: Path, options: argparse.Namespace) -> SamplingDe
     from onnxport.serving.defaults import SamplingDefaults
 
     override = getattr(options, "override_generation_config", None)
-    return SamplingDefaults.of(artifact, options.generation_config, override)
+    found = SamplingDefaults.of(artifact, options.generation_config, override)
+    return replace(found, repetition_detection=getattr(options, "repetition_detection", None))
 
 
 def template_text(options: argparse.Namespace) -> str | None:

@@ -31,13 +31,14 @@ from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.model_defaults import (
     add_generation_config,
     add_override,
+    add_repetition_option,
     add_template_options,
     chat_template,
     sampling_defaults,
     template_text,
 )
 from onnxport.cli.session import load_engine
-from onnxport.cli.values import port, seconds
+from onnxport.cli.values import port, positive, seconds
 from onnxport.errors import RequestError
 from onnxport.serving.logprob_modes import LogprobsMode
 
@@ -108,6 +109,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="what running requests have to finish after a signal to stop (10)",
     )
     group.add_argument(
+        "--stream-interval",
+        type=positive,
+        default=1,
+        metavar="TOKENS",
+        help="least tokens of a chunk of a stream, but for the first and the last, where requests "
+        "do not say (1)",
+    )
+    group.add_argument(
         "--sse-ping-interval",
         type=ping_interval,
         default=10.0,
@@ -136,6 +145,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_generation_config(group)
     add_override(group)
+    add_repetition_option(group)
     add_template_options(group, "--default-chat-template-kwargs")
     add_reasoning_option(group)
     group.add_argument(
@@ -406,6 +416,7 @@ def _serve(
             tool_call_parser=options.tool_call_parser,
             aliases=names[1:],
             sse_ping_interval_s=options.sse_ping_interval,
+            stream_interval=options.stream_interval,
             root_path=options.root_path,
             thinking_token_budget=options.thinking_token_budget,
         )
