@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from onnxport.errors import CapacityError, DeviceLostError, ProviderError
+from onnxport.errors import AdapterError, CapacityError, DeviceLostError, ProviderError
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.request import Request
 
-Failed = tuple[Request, CapacityError | ProviderError]
+Failed = tuple[Request, AdapterError | CapacityError | ProviderError]
 
 
 class SlotTurns:
@@ -64,7 +64,7 @@ class SlotTurns:
                     continue
             except DeviceLostError:
                 raise
-            except (CapacityError, ProviderError) as error:
+            except (AdapterError, CapacityError, ProviderError) as error:
                 failed.append((request, error))
                 continue
             kept.add(number)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from onnxport.errors import CapacityError, ProviderError
+from onnxport.errors import AdapterError, CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.null import NullModel
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from tests.serving.adapting import adapter_engine, alone_with, content, null_options
-from tests.serving.helpers import checked_step, null_model, reasons, run, submit, tokens
+from tests.serving.helpers import GREEDY, checked_step, null_model, run, submit, tokens
 
 PROMPT = [(i * 7) % 500 for i in range(22)]
 
@@ -195,7 +195,9 @@ class Failing(NullModel):
         super().set_adapter(slot, adapter)
 
 
-@pytest.mark.parametrize("failure", [ProviderError("device"), CapacityError("memory")])
+@pytest.mark.parametrize(
+    "failure", [ProviderError("device"), CapacityError("memory"), AdapterError("too large")]
+)
 def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exception) -> None:
     engine = few_slots(3, 2, model_type=Failing)
     model = null_model(engine)
@@ -205,12 +207,32 @@ def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exceptio
     submit(engine, "fails", PROMPT, adapter="2")
     model.failure = failure
     deltas += checked_step(engine)
-    assert reasons([one for one in deltas if one.request_id == "fails"]) == ["error"]
+    [failed] = [one for one in deltas if one.request_id == "fails"]
+    assert (failed.finish_reason, failed.error) == (
+        "error",
+        f"{type(failure).__name__}: {failure}",
+    )
     model.failure = None
     deltas += run(engine)["runs"]
     assert tokens(deltas) == alone_with(0, PROMPT, lengths(9))
     submit(engine, "again", PROMPT, adapter="2")
     assert tokens(run(engine)["again"]) == alone_with(2, PROMPT)
+
+
+def test_a_device_that_is_lost_while_a_slot_is_written() -> None:
+    spare = NullModel(null_options(max_adapters=2))
+    engine = few_slots(3, 2, model_type=Failing, fallbacks=[spare])
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    submit(engine, "runs", PROMPT, lengths(9), adapter="0")
+    deltas = checked_step(engine)
+    submit(engine, "wants", PROMPT, adapter="2")
+    model.failure = DeviceLostError("unplugged")
+    deltas += [one for group in run(engine).values() for one in group]
+    assert null_model(engine) is spare
+    for name, seed, params in (("runs", 0, lengths(9)), ("wants", 2, GREEDY)):
+        own = [one for one in deltas if one.request_id == name]
+        assert tokens(own) == alone_with(seed, PROMPT, params)
 
 
 def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:

@@ -388,7 +388,8 @@ def test_a_batch_gets_the_tokens_of_the_slow_reference(world: World, case: Case)
     world.happened["preemption, few slots"] += stats.num_preemptions if may_fit else 0
     world.num_loaded += stats.num_blocks_loaded
     saves = case["blocks"] == "swap"
-    assert bool(stats.num_blocks_saved) == saves or (saves and may_fit)
+    finds_none = may_fit or case["sampling"] == "scored"  # prompts that are scored are not cached
+    assert bool(stats.num_blocks_saved) == saves or (saves and finds_none)
     world.num_accepted[case["speculation"]] += speculator.accepted[True]
     assert stats.num_free_blocks == stats.num_blocks
     engine.close()
