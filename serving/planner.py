@@ -82,9 +82,12 @@ class Planner:
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def next_in_line(self) -> Iterator[Request]:
-        """The waiting requests that rows are free for, more or less in the order of their start."""
+        """The waiting requests that rows are free for, more or less in the order of their start.
+
+        Those that are barred from starting are left out.
+        """
         rows = self._max_num_seqs - self._queues.num_rows
-        for request in self._queues.waiting:
+        for request in self._queues.waiting.startable(self._queues.bars):
             rows -= request.num_rows
             if rows < 0:
                 break
@@ -159,8 +162,9 @@ class Planner:
         They yield for as little as possible, and not at all if it does not help.
         """
         draft = self._draft(budget)
-        first = self._queues.waiting.first()
-        if first is None or first in loading or first in self._queues.barred:
+        waiting = self._queues.waiting
+        first = waiting.first()
+        if first is None or first in loading or waiting.is_barred(first, self._queues.bars):
             return draft
         if not self._yields(first):
             return draft
@@ -272,7 +276,7 @@ class Planner:
         for request in self._in_line(level, lanes, draft):
             if draft.closed:
                 break
-            if request in self._queues.barred or (only is not None and request not in only):
+            if only is not None and request not in only:
                 continue
             if request.num_rows > draft.rows:
                 draft.closed = True
@@ -304,9 +308,9 @@ class Planner:
         if len(waiting) > 1:
             for request in self._queues.running:
                 held[request.tenant] += request.num_rows
-        requests = {tenant: iter(lane) for tenant, lane in waiting.items()}
+        requests = {tenant: lane.startable(self._queues.bars) for tenant, lane in waiting.items()}
         line = [
-            (held[tenant], self._queues.last_start.get(tenant, 0), lane[0].rank, tenant)
+            (held[tenant], self._queues.last_start.get(tenant, 0), lane.first().rank, tenant)
             for tenant, lane in waiting.items()
         ]
         heapq.heapify(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -155,6 +156,54 @@ def test_a_slot_is_free_and_rows_are_not() -> None:
     deltas += [one for group in run(engine).values() for one in group]
     own = [one for one in deltas if one.request_id == "y"]
     assert tokens(own) == alone_with(1, PROMPT)
+
+
+def test_a_backlog_of_one_tenant_does_not_starve_another() -> None:
+    engine = few_slots(3, 1, {"scheduling_policy": "fair"}, max_num_seqs=2)
+    numbers = iter(range(200))
+
+    def submit_more(count: int) -> None:
+        for _, number in zip(range(count), numbers, strict=False):
+            adapter = str(number % 2)
+            submit(engine, f"a{number}", PROMPT, lengths(4), adapter=adapter, tenant="a")
+
+    submit_more(4)
+    submit(engine, "wants", PROMPT[:9], lengths(2), adapter="2", tenant="b")
+    for _ in range(30):
+        submit_more(3)  # in as many steps as one takes: its line never ends
+        if any(one.request_id == "wants" for _ in range(5) for one in checked_step(engine)):
+            break
+    else:
+        pytest.fail("it waits for ever")
+    run(engine)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_planning_takes_as_long_whatever_the_length_of_the_line(policy: str) -> None:
+    def num_calls(waiting: int) -> int:
+        engine = few_slots(5, 2, {"scheduling_policy": policy}, max_num_seqs=8)
+        for number in range(waiting):
+            adapter = number if number < 2 else 2 + number % 3  # the first two have the slots
+            tenant = f"tenant {number % 2}"
+            submit(engine, f"{number}", [number], lengths(99), adapter=f"{adapter}", tenant=tenant)
+        for _ in range(3):
+            checked_step(engine)
+        assert engine.stats().num_requests_running == 2
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            engine._runtime.take_slots()
+            engine._scheduler.plan(loading=engine._runtime.load())
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert num_calls(400) == num_calls(40)
 
 
 @pytest.mark.parametrize("seed", range(12))
