@@ -22,8 +22,8 @@ import numpy as np
 
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.providers.null import NullModel, NullOptions
-from onnxport.serving.adapters.peft import AdapterContent, fingerprint
 from onnxport.serving import sampling
+from onnxport.serving.adapters.peft import AdapterContent, fingerprint
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -165,7 +165,8 @@ def measure_line(waiting: int, policy: Any, steps: int) -> dict[str, float]:
     engine = waiting_engine(waiting, policy)
     for _ in range(4):
         engine.step()
-    assert 0 < engine.stats().num_requests_running <= LINE_ROWS // 2
+    stats = engine.stats()
+    assert 0 < stats.num_requests_running <= LINE_ROWS // 2
     clock = Clock()
     for name, owner, method in (
         ("slots", engine._runtime, "take_slots"),
@@ -195,7 +196,7 @@ def main() -> None:
             spent = measure(rows, params, options.vocab, options.steps)
             cells = "".join(f"{spent.get(part, 0.0):9.0f}" for part in parts)
             print(f"{mode:12}{rows:6}{cells}")
-    print(f"\n{ADAPTERS} adapters over {SLOTS} slots, {LINE_ROWS} rows, of which {SLOTS} are used\n")
+    print(f"\n{ADAPTERS} adapters over {SLOTS} slots, most of {LINE_ROWS} rows free\n")
     print(f"{'policy':12}{'line':>6}{'slots':>9}{'plan':>9}")
     for policy in ("fcfs", "priority", "fair"):
         for waiting in WAITING:

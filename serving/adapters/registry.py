@@ -109,6 +109,11 @@ class AdapterRegistry:
         }
 
     @property
+    def num_held(self) -> int:
+        """Adapters in host memory: the loaded ones, and those that were unloaded and are in use."""
+        return len(self._entries)
+
+    @property
     def wants_slots(self) -> bool:
         """Whether an unfinished request uses an adapter that has no slot."""
         return self._num_wanted > 0

@@ -95,7 +95,8 @@ def test_the_one_unused_for_longest_loses_its_slot() -> None:
         submit(engine, "a", PROMPT, adapter=adapter)
         run(engine)
         assert in_slots(engine) == left
-    assert engine.adapters.num_swaps == 2
+    stats = engine.stats()
+    assert (stats.num_adapters, stats.num_adapter_swaps) == (3, 2)
 
 
 def test_a_slot_is_drained_for_who_waits_and_others_go_on() -> None:
@@ -293,6 +294,7 @@ def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:
     submit(engine, "gone", PROMPT, adapter="2")
     checked_step(engine)
     engine.adapters.unload("1")
+    assert engine.stats().num_adapters == 3  # it is still used
     with pytest.raises(CapacityError, match="all 3 places for adapters in host memory are taken"):
         engine.adapters.load("2", content(4), in_place=True)
     engine.abort("gone")
@@ -303,6 +305,7 @@ def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:
     submit(engine, "d", PROMPT, adapter="2")
     assert tokens(run(engine)["d"]) == alone_with(4, PROMPT)
     assert [one.name for one in engine.adapters.loaded] == ["0", "2"]
+    assert engine.stats().num_adapters == 2
 
 
 def test_fewer_places_than_slots_are_refused() -> None:
