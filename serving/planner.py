@@ -159,7 +159,8 @@ class Planner:
     def _make_room(self, loading: Collection[Request], budget: int) -> Draft:
         """Begin a plan: lower priorities yield to the first waiting request if that lets it start.
 
-        They yield for as little as possible, and not at all if it does not help.
+        They yield for as little as possible, and not at all if it does not help, as where others
+        of its priority, whose turn may come before, keep their room meanwhile.
         """
         draft = self._draft(budget)
         waiting = self._queues.waiting
@@ -172,16 +173,23 @@ class Planner:
         needed = draft.pending(first, shared)
         running = self._queues.running
         claimed = sum(self._claim(draft, one) + self._takes(one) for one in running)
+        others = [one for one in loading if self._may_precede(one, first)]
+        claimed += sum(draft.pending(one) for one in others)
+        rows = first.num_rows + sum(one.num_rows for one in others)
         for victim in reversed(running):
             room = draft.free - draft.num_taken(shared) - claimed
-            if draft.rows >= first.num_rows and room >= needed:
+            if draft.rows >= rows and room >= needed:
                 return draft
             if victim.rank[0] <= first.rank[0]:
                 return self._draft(budget)
             draft.preempt(victim)
             claimed -= self._claim(draft, victim) + self._takes(victim)
         room = draft.free - draft.num_taken(shared) - claimed
-        return draft if room >= needed else self._draft(budget)
+        return draft if draft.rows >= rows and room >= needed else self._draft(budget)
+
+    def _may_precede(self, loading: Request, first: Request) -> bool:
+        """Whether a request that keeps its room may take it ahead of the first waiting one."""
+        return loading.rank[0] == first.rank[0] and loading.tenant != first.tenant
 
     def _yields(self, first: Request) -> bool:
         """Whether any running request has a lower priority than `first`."""

@@ -16,14 +16,15 @@ Failed = tuple[Request, AdapterError | CapacityError | ProviderError]
 class SlotTurns:
     """Gives slots to the adapters of requests that are about to start. The engine thread's.
 
-    The slot of an adapter that running requests use stays as it is. If all are, the first request
-    in line that needs another one keeps its place, rows and blocks, and one slot is drained for it:
-    no request behind it starts with that slot's adapter. All others behind it may start. The line
-    is that of `WaitingQueue.place`, whoever's turn it is. What is done for a step does not grow
-    with it: of each adapter one request is looked at.
+    The slot of an adapter that running requests use stays as it is, and so does one that a request
+    further ahead is to start with. If all are such, one slot is drained for the first request in
+    line that needs another one: no request behind it starts with that slot's adapter. As soon as
+    those that run alone use it, that first request keeps its rows and blocks. All others behind it
+    may start. The line is that of `WaitingQueue.place`, whoever's turn it is. What is done for a
+    step does not grow with it: of each adapter one request is looked at.
 
     Attributes:
-        first: the request that a slot is drained for; None: there is no such request.
+        first: the request that keeps its room until it has a slot; None: there is none.
         bars: which waiting requests may not start, nor keep room for themselves.
     """
 
@@ -48,6 +49,7 @@ class SlotTurns:
             DeviceLostError: the device is gone.
         """
         kept = {one.adapter.number for one in running if one.adapter is not None}
+        ahead: set[int] = set()  # adapters of requests that wait and have a slot
         lines = waiting.by_adapter()
         heads = [(waiting.place(one := next(line)), number, one) for number, line in lines.items()]
         heapq.heapify(heads)
@@ -57,7 +59,7 @@ class SlotTurns:
             place, number, request = heads[0]
             try:
                 if not self._adapters.has_slot(number) and not self._adapters.put(number, kept):
-                    self._drain_for(request, place, lines, is_running=bool(running))
+                    self._drain_for(request, place, lines, ahead)
                     return failed
             except DeviceLostError:
                 raise
@@ -69,6 +71,7 @@ class SlotTurns:
                     heapq.heapreplace(heads, (waiting.place(following), number, following))
                 continue
             kept.add(number)
+            ahead.add(number)
             heapq.heappop(heads)
         self._draining = None
         return failed
@@ -78,7 +81,7 @@ class SlotTurns:
         self.first, self._draining, self.bars = None, None, NO_BARS
 
     def _drain_for(
-        self, request: Request, place: Place, wanted: Collection[int], *, is_running: bool
+        self, request: Request, place: Place, wanted: Collection[int], ahead: Collection[int]
     ) -> None:
         """Let one slot become free for a request: the same one as before, as long as it lasts.
 
@@ -86,17 +89,18 @@ class SlotTurns:
             request: the first in line without a slot.
             place: where it stands.
             wanted: numbers of the adapters that waiting requests use.
-            is_running: whether anybody runs.
+            ahead: numbers of those of them that requests further ahead use.
         """
         adapters = self._adapters
         if self._draining is None or not adapters.has_slot(self._draining):
-            self._draining = adapters.by_last_use()[0]
+            slots = adapters.by_last_use()
+            self._draining = next((one for one in slots if one not in ahead), slots[0])
         bars: dict[int, Place | None] = {
             number: None for number in wanted if not adapters.has_slot(number)
         }
         bars[self._draining] = place  # who is ahead may start
-        if is_running:
+        if self._draining not in ahead:  # else those are still to start, and must find room
             self.first = request
             assert request.adapter is not None
-            bars[request.adapter.number] = place  # it keeps its room, until it has the slot
-        self.bars = bars  # else those who have the slots are still to start, and must find room
+            bars[request.adapter.number] = place
+        self.bars = bars

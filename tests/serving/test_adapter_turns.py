@@ -179,6 +179,38 @@ def test_a_backlog_of_one_tenant_does_not_starve_another() -> None:
     run(engine)
 
 
+def test_who_waits_for_a_slot_keeps_no_room_from_those_who_are_to_start_with_it() -> None:
+    """Or neither of them starts before everybody else has ended."""
+    engine = few_slots(2, 1, {"scheduling_policy": "fair"}, num_blocks=16, max_num_seqs=4)
+    submit(engine, "runs", PROMPT[:3], lengths(50), tenant="x")
+    checked_step(engine)
+    long = [*PROMPT, *PROMPT[:18]]  # each needs ten blocks of sixteen
+    submit(engine, "ahead", long, lengths(2), adapter="0", tenant="x")  # y's turn comes before
+    submit(engine, "wants", long, lengths(2), adapter="1", tenant="y")
+    ended = []
+    while engine.has_work:
+        ended += [one.request_id for one in checked_step(engine) if one.finish_reason]
+    assert ended == ["ahead", "wants", "runs"]
+
+
+def test_the_slot_that_is_drained_is_one_that_nobody_ahead_waits_for() -> None:
+    engine = few_slots(3, 2, num_blocks=16, max_num_seqs=4)
+    submit(engine, "a", PROMPT[:3], lengths(40), adapter="0")
+    submit(engine, "b", PROMPT[:3], lengths(8), adapter="1")
+    checked_step(engine)
+    submit(engine, "large", [*PROMPT, *PROMPT, *PROMPT[:8]], lengths(2), adapter="0")  # no room
+    submit(engine, "wants", PROMPT[:3], lengths(2), adapter="2")
+    submit(engine, "same", PROMPT[:3], lengths(2), adapter="1")
+    checked_step(engine)
+    turns, adapters = engine._runtime.turns, engine.adapters
+    numbers = {one.name: one.number for one in adapters.loaded}
+    place = engine._scheduler.waiting.place
+    assert turns.first is not None
+    assert turns.first.request_id == "wants"
+    assert turns.bars == dict.fromkeys([numbers["1"], numbers["2"]], place(turns.first))
+    run(engine)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_planning_takes_as_long_whatever_the_length_of_the_line(policy: str) -> None:
     def num_calls(waiting: int) -> int:

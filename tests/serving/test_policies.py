@@ -298,6 +298,28 @@ def test_nobody_yields_to_a_request_whose_blocks_are_loading() -> None:
     assert names(bench.step().preempted) == ["low"]
 
 
+def test_nobody_yields_for_room_that_another_one_keeps() -> None:
+    bench = Bench(num_blocks=8, policy="fair")
+    bench.submit("low", 8, priority=1, tenant="y")  # two blocks, and the next token takes one
+    bench.step()
+    bench.submit("high", 22, priority=0, tenant="y")  # six blocks
+    bench.submit("loads", 18, priority=0, tenant="z")  # five; z holds no row: its turn is before
+    plan = bench.step(loading=["loads"])
+    assert (names(plan.preempted), rows(plan)) == ([], [("low", 8, 1)])
+    bench.finish("loads")
+    assert names(bench.step().preempted) == ["low"]
+
+
+def test_nobody_yields_for_rows_that_another_one_keeps() -> None:
+    bench = Bench(num_blocks=40, rows=2, policy="fair")
+    bench.submit("low", 3, priority=1, tenant="y")
+    bench.step()
+    bench.submit("high", 3, priority=0, tenant="y", n=2)
+    bench.submit("loads", 3, priority=0, tenant="z")
+    plan = bench.step(loading=["loads"])
+    assert (names(plan.preempted), rows(plan)) == ([], [("low", 3, 1)])
+
+
 # Requests whose adapters wait for a slot.
 
 
