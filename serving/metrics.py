@@ -108,6 +108,20 @@ COUNTERS: Table = {
     ),
 }
 
+# Only where the model has slots for LoRA adapters.
+ADAPTER_GAUGES: Table = {
+    "onnxport:lora_adapters": (
+        "LoRA adapters in host memory, in a slot or not.",
+        lambda s: s.num_adapters,
+    ),
+}
+ADAPTER_COUNTERS: Table = {
+    "onnxport:lora_swaps": (
+        "Slots that one LoRA adapter lost to another, which was written there.",
+        lambda s: s.num_adapter_swaps,
+    ),
+}
+
 # Only where something is guessed.
 SPECULATION: dict[str, tuple[str, Callable[[SpeculationCounters], int]]] = {
     "vllm:spec_decode_num_drafts": ("Drafts that were checked.", lambda s: s.num_drafts),
@@ -176,10 +190,12 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
         stats = self._stats()
+        has_slots = stats.max_adapters > 0
         yield self._cache_config()
-        for name, (text, value) in GAUGES.items():
+        for name, (text, value) in (GAUGES | ADAPTER_GAUGES if has_slots else GAUGES).items():
             yield self._filled(GaugeMetricFamily(name, text, labels=LABELS), [((), value(stats))])
-        for name, (text, value) in COUNTERS.items():
+        counters = COUNTERS | ADAPTER_COUNTERS if has_slots else COUNTERS
+        for name, (text, value) in counters.items():
             yield self._filled(CounterMetricFamily(name, text, labels=LABELS), [((), value(stats))])
         text, labels = "Sequences that ended, by reason.", (*LABELS, "finished_reason")
         ended = [((reason,), count) for reason, count in stats.finished.items()]
@@ -187,7 +203,7 @@ class Metrics(Collector):
         text, labels = "Unfinished requests of a loaded LoRA adapter.", (*LABELS, "lora_name")
         using = [((name,), count) for name, count in stats.adapter_requests.items()]
         yield self._filled(GaugeMetricFamily("onnxport:lora_requests", text, labels=labels), using)
-        if stats.max_adapters:
+        if has_slots:
             yield _adapters(stats)
         text, labels = "Bytes of K/V in a tier.", (*LABELS, "tier")
         tiers = [(("host",), stats.host_tier_bytes), (("disk",), stats.disk_tier_bytes)]

@@ -82,9 +82,12 @@ class Planner:
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def next_in_line(self) -> Iterator[Request]:
-        """The waiting requests that rows are free for, more or less in the order of their start."""
+        """The waiting requests that rows are free for, more or less in the order of their start.
+
+        Those that are barred from starting are left out.
+        """
         rows = self._max_num_seqs - self._queues.num_rows
-        for request in self._queues.waiting:
+        for request in self._queues.waiting.startable(self._queues.bars):
             rows -= request.num_rows
             if rows < 0:
                 break
@@ -156,11 +159,13 @@ class Planner:
     def _make_room(self, loading: Collection[Request], budget: int) -> Draft:
         """Begin a plan: lower priorities yield to the first waiting request if that lets it start.
 
-        They yield for as little as possible, and not at all if it does not help.
+        They yield for as little as possible, and not at all if it does not help, as where others
+        of its priority, whose turn may come before, keep their room meanwhile.
         """
         draft = self._draft(budget)
-        first = self._queues.waiting.first()
-        if first is None or first in loading or first in self._queues.barred:
+        waiting = self._queues.waiting
+        first = waiting.first()
+        if first is None or first in loading or waiting.is_barred(first, self._queues.bars):
             return draft
         if not self._yields(first):
             return draft
@@ -168,16 +173,23 @@ class Planner:
         needed = draft.pending(first, shared)
         running = self._queues.running
         claimed = sum(self._claim(draft, one) + self._takes(one) for one in running)
+        others = [one for one in loading if self._may_precede(one, first)]
+        claimed += sum(draft.pending(one) for one in others)
+        rows = first.num_rows + sum(one.num_rows for one in others)
         for victim in reversed(running):
             room = draft.free - draft.num_taken(shared) - claimed
-            if draft.rows >= first.num_rows and room >= needed:
+            if draft.rows >= rows and room >= needed:
                 return draft
             if victim.rank[0] <= first.rank[0]:
                 return self._draft(budget)
             draft.preempt(victim)
             claimed -= self._claim(draft, victim) + self._takes(victim)
         room = draft.free - draft.num_taken(shared) - claimed
-        return draft if room >= needed else self._draft(budget)
+        return draft if draft.rows >= rows and room >= needed else self._draft(budget)
+
+    def _may_precede(self, loading: Request, first: Request) -> bool:
+        """Whether a request that keeps its room may take it ahead of the first waiting one."""
+        return loading.rank[0] == first.rank[0] and loading.tenant != first.tenant
 
     def _yields(self, first: Request) -> bool:
         """Whether any running request has a lower priority than `first`."""
@@ -272,7 +284,7 @@ class Planner:
         for request in self._in_line(level, lanes, draft):
             if draft.closed:
                 break
-            if request in self._queues.barred or (only is not None and request not in only):
+            if only is not None and request not in only:
                 continue
             if request.num_rows > draft.rows:
                 draft.closed = True
@@ -304,9 +316,9 @@ class Planner:
         if len(waiting) > 1:
             for request in self._queues.running:
                 held[request.tenant] += request.num_rows
-        requests = {tenant: iter(lane) for tenant, lane in waiting.items()}
+        requests = {tenant: lane.startable(self._queues.bars) for tenant, lane in waiting.items()}
         line = [
-            (held[tenant], self._queues.last_start.get(tenant, 0), lane[0].rank, tenant)
+            (held[tenant], self._queues.last_start.get(tenant, 0), lane.first().rank, tenant)
             for tenant, lane in waiting.items()
         ]
         heapq.heapify(line)

@@ -8,7 +8,7 @@ from sortedcontainers import SortedKeyList
 
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Shares
-from onnxport.serving.waiting import WaitingQueue
+from onnxport.serving.waiting import NO_BARS, Bars, WaitingQueue
 
 
 def _by_rank() -> SortedKeyList[Request, tuple[int, int, int]]:
@@ -25,7 +25,7 @@ class Queues:
         num_rows: rows that the running requests hold, for siblings too.
         shares: by priority.
         last_start: tenant -> number of its latest start, from 1.
-        barred: waiting requests that may not start, and that no room is kept for.
+        bars: which waiting requests may not start, and no room is kept for.
     """
 
     quantum: int
@@ -34,7 +34,7 @@ class Queues:
     num_rows: int = 0
     shares: dict[int, Shares] = field(default_factory=dict)
     last_start: dict[str, int] = field(default_factory=dict)
-    barred: frozenset[Request] = frozenset()
+    bars: Bars = field(default_factory=lambda: NO_BARS)
 
     @property
     def has_work(self) -> bool:

@@ -128,11 +128,11 @@ class Runtime:
         scheduler, turns, failed = self.scheduler, self.turns, []
         if self.adapters.wants_slots:
             failed = turns.take(scheduler.running, scheduler.waiting)
-        elif turns.first is None and not turns.barred:
+        elif turns.first is None and not turns.bars:
             return failed
         else:
             turns.clear()
-        scheduler.bar(turns.barred)
+        scheduler.bar(turns.bars)
         return failed
 
     def fall_back(self, error: DeviceLostError) -> list[Request]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 
 from onnxport.kv import table as kv
@@ -24,7 +24,7 @@ from onnxport.serving.planner import Planner
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Shares
-from onnxport.serving.waiting import WaitingQueue, by_arrival, by_deadline
+from onnxport.serving.waiting import Bars, WaitingQueue, by_arrival, by_deadline
 
 QUANTA = 4  # rounds of fair turns that the tokens of one step are good for
 
@@ -97,13 +97,13 @@ class Scheduler:
         """Whether the block of this key was a request's that has yielded and waits to go on."""
         return key in self._swapped
 
-    def bar(self, requests: frozenset[Request]) -> None:
-        """Let these waiting requests not start, until the next call."""
-        self._queues.barred = requests
+    def bar(self, bars: Bars) -> None:
+        """Let some of the waiting requests not start, until the next call."""
+        self._queues.bars = bars
 
     @property
-    def waiting(self) -> Iterable[Request]:
-        """The requests that wait, more or less in the order of their start."""
+    def waiting(self) -> WaitingQueue:
+        """The requests that wait."""
         return self._queues.waiting
 
     def tenant_of(self, options: RequestOptions) -> str:

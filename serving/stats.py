@@ -48,6 +48,8 @@ class EngineStats:
     max_adapters: int = 0  # slots for LoRA adapters; 0: the model takes none
     running_adapters: tuple[str, ...] = ()  # of requests that run, by name
     waiting_adapters: tuple[str, ...] = ()  # of requests that wait; the same one may run too
+    num_adapters: int = 0  # in host memory; those that were unloaded and are still used count
+    num_adapter_swaps: int = 0  # slots that one adapter has lost to another
     finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason
 
 

@@ -114,6 +114,8 @@ class Tally:
             max_adapters=runtime.limits.max_adapters,
             running_adapters=running,
             waiting_adapters=waiting,
+            num_adapters=runtime.adapters.num_held,
+            num_adapter_swaps=runtime.adapters.num_swaps,
             finished=dict(self._finished),
         )
 

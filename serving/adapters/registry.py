@@ -109,6 +109,11 @@ class AdapterRegistry:
         }
 
     @property
+    def num_held(self) -> int:
+        """Adapters in host memory: the loaded ones, and those that were unloaded and are in use."""
+        return len(self._entries)
+
+    @property
     def wants_slots(self) -> bool:
         """Whether an unfinished request uses an adapter that has no slot."""
         return self._num_wanted > 0
@@ -154,7 +159,8 @@ class AdapterRegistry:
             in_place: replace the one of that name, which its requests go on with.
 
         Raises:
-            AdapterError: the name is not usable, or taken and not to be replaced.
+            AdapterError: the name is not usable, or taken and not to be replaced; or a slot cannot
+                hold its numbers, which shows when it gets one.
             CapacityError: as many are loaded as may be, its rank is too large, or memory is short.
             ProviderError: the device fails.
         """
@@ -244,7 +250,8 @@ class AdapterRegistry:
             Whether there was such a slot.
 
         Raises:
-            CapacityError, DeviceLostError, ProviderError: it could not be written; it is free.
+            AdapterError, CapacityError, DeviceLostError, ProviderError: it could not be written; it
+                is free.
         """
         slot = self._unused_slot()
         if slot is None:

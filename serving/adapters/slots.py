@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import heapq
+from collections.abc import Collection
 
-from onnxport.errors import CapacityError, DeviceLostError, ProviderError
+from onnxport.errors import AdapterError, CapacityError, DeviceLostError, ProviderError
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.request import Request
+from onnxport.serving.waiting import NO_BARS, Bars, Place, WaitingQueue
 
-Failed = tuple[Request, CapacityError | ProviderError]
+Failed = tuple[Request, AdapterError | CapacityError | ProviderError]
 
 
 class SlotTurns:
     """Gives slots to the adapters of requests that are about to start. The engine thread's.
 
-    The slot of an adapter that running requests use stays as it is. If all are, the first request
-    in line that needs another one keeps its place, rows and blocks, and one slot is drained for it:
-    no request behind it starts with that slot's adapter. All others behind it may start.
+    The slot of an adapter that running requests use stays as it is, and so does one that a request
+    further ahead is to start with. If all are such, one slot is drained for the first request in
+    line that needs another one: no request behind it starts with that slot's adapter. As soon as
+    those that run alone use it, that first request keeps its rows and blocks. All others behind it
+    may start. The line is that of `WaitingQueue.place`, whoever's turn it is. What is done for a
+    step does not grow with it: of each adapter one request is looked at.
 
     Attributes:
-        first: the request that a slot is drained for; None: there is no such request.
-        barred: waiting requests that may not start, nor keep room for themselves.
+        first: the request that keeps its room until it has a slot; None: there is none.
+        bars: which waiting requests may not start, nor keep room for themselves.
     """
 
     def __init__(self, adapters: AdapterRegistry) -> None:
         self._adapters = adapters
         self._draining: int | None = None  # number of the adapter that is to lose its slot
         self.first: Request | None = None
-        self.barred: frozenset[Request] = frozenset()
+        self.bars: Bars = NO_BARS
 
-    def take(self, running: Collection[Request], waiting: Iterable[Request]) -> list[Failed]:
+    def take(self, running: Collection[Request], waiting: WaitingQueue) -> list[Failed]:
         """Write slots, between two steps, and find out who has to wait for one.
 
         Args:
             running: the requests that hold a row.
-            waiting: the others, more or less in the order of their start. All are looked at: none
-                may start without a slot.
+            waiting: the others: none of them may start without a slot.
 
         Returns:
             Requests whose adapter could not be written to a slot, each with the reason. They have
@@ -44,43 +48,59 @@ class SlotTurns:
         Raises:
             DeviceLostError: the device is gone.
         """
-        adapters = self._adapters
-        first: Request | None = None
         kept = {one.adapter.number for one in running if one.adapter is not None}
-        barred: set[Request] = set()
+        ahead: set[int] = set()  # adapters of requests that wait and have a slot
+        lines = waiting.by_adapter()
+        heads = [(waiting.place(one := next(line)), number, one) for number, line in lines.items()]
+        heapq.heapify(heads)
         failed: list[Failed] = []
-        for request in waiting:
-            if request.adapter is None:
-                continue
-            number = request.adapter.number
-            if first is not None:
-                if number == self._draining or not adapters.has_slot(number):
-                    barred.add(request)
-                continue
+        self.first, self.bars = None, NO_BARS
+        while heads:
+            place, number, request = heads[0]
             try:
-                if not adapters.has_slot(number) and not adapters.put(number, kept):
-                    first = request
-                    self._drain()
-                    continue
+                if not self._adapters.has_slot(number) and not self._adapters.put(number, kept):
+                    self._drain_for(request, place, lines, ahead)
+                    return failed
             except DeviceLostError:
                 raise
-            except (CapacityError, ProviderError) as error:
+            except (AdapterError, CapacityError, ProviderError) as error:
                 failed.append((request, error))
+                if (following := next(lines[number], None)) is None:
+                    heapq.heappop(heads)
+                else:
+                    heapq.heapreplace(heads, (waiting.place(following), number, following))
                 continue
             kept.add(number)
-        if first is None:
-            self._draining = None
-        elif not running:  # those who have the slots are still to start, and must find room
-            barred.add(first)
-            first = None
-        self.first, self.barred = first, frozenset(barred)
+            ahead.add(number)
+            heapq.heappop(heads)
+        self._draining = None
         return failed
 
     def clear(self) -> None:
         """Every adapter that is wanted has a slot."""
-        self.first, self._draining, self.barred = None, None, frozenset()
+        self.first, self._draining, self.bars = None, None, NO_BARS
 
-    def _drain(self) -> None:
-        """Let one slot become free: the same one as before, as long as it lasts."""
-        if self._draining is None or not self._adapters.has_slot(self._draining):
-            self._draining = self._adapters.by_last_use()[0]
+    def _drain_for(
+        self, request: Request, place: Place, wanted: Collection[int], ahead: Collection[int]
+    ) -> None:
+        """Let one slot become free for a request: the same one as before, as long as it lasts.
+
+        Args:
+            request: the first in line without a slot.
+            place: where it stands.
+            wanted: numbers of the adapters that waiting requests use.
+            ahead: numbers of those of them that requests further ahead use.
+        """
+        adapters = self._adapters
+        if self._draining is None or not adapters.has_slot(self._draining):
+            slots = adapters.by_last_use()
+            self._draining = next((one for one in slots if one not in ahead), slots[0])
+        bars: dict[int, Place | None] = {
+            number: None for number in wanted if not adapters.has_slot(number)
+        }
+        bars[self._draining] = place  # who is ahead may start
+        if self._draining not in ahead:  # else those are still to start, and must find room
+            self.first = request
+            assert request.adapter is not None
+            bars[request.adapter.number] = place
+        self.bars = bars

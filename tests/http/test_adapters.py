@@ -89,6 +89,7 @@ def test_requests_pick_an_adapter_by_model(
         assert chat.model == model
     metrics = httpx.get(f"{lora_server.url}/metrics").text
     assert 'onnxport:lora_requests{engine="0",lora_name="two",model_name="null"} 0.0' in metrics
+    assert 'onnxport:lora_adapters{engine="0",model_name="null"} 2.0' in metrics
     assert lora_server.health()["engine"]["adapter_requests"] == {"one": 0, "two": 0}
 
 

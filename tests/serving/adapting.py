@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from onnxport.serving.adapters.peft import AdapterContent, fingerprint
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
+from onnxport.serving.intake import SEED_STEP
 from onnxport.serving.params import SamplingParams
 from tests.graphs.artifacts import SPEC
 from tests.serving.helpers import GREEDY, run, submit, tokens
@@ -127,20 +129,33 @@ def adapter_engine(
 
 
 def alone_with(
-    adapter: int | None, prompt: Sequence[int], params: SamplingParams = GREEDY
+    adapter: int | None,
+    prompt: Sequence[int],
+    params: SamplingParams = GREEDY,
+    index: int = 0,
+    windows: tuple[int | None, ...] = (None,),
 ) -> list[int]:
-    """The tokens of a request with an adapter, by seed of its content, that is all alone."""
-    return list(_alone_with(adapter, tuple(prompt), params))
+    """The tokens of completion `index` with an adapter, by seed of its content, that is all alone.
+
+    See `helpers.alone`.
+    """
+    seed = None if params.seed is None else params.seed + index * SEED_STEP
+    return list(_alone_with(adapter, tuple(prompt), replace(params, n=1, seed=seed), windows))
 
 
 @cache
 def _alone_with(
-    adapter: int | None, prompt: tuple[int, ...], params: SamplingParams
+    adapter: int | None,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    windows: tuple[int | None, ...],
 ) -> tuple[int, ...]:
     engine = adapter_engine(
         adapters=() if adapter is None else (adapter,),
         num_blocks=512,
         max_num_batched_tokens=512,
+        windows=windows,
+        one_table=True,
         config={"enable_prefix_caching": False},
     )
     submit(engine, "alone", prompt, params, adapter=None if adapter is None else str(adapter))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
 
-from onnxport.errors import CapacityError, ProviderError
+from onnxport.errors import AdapterError, CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.null import NullModel
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from tests.serving.adapting import adapter_engine, alone_with, content, null_options
-from tests.serving.helpers import checked_step, null_model, reasons, run, submit, tokens
+from tests.serving.helpers import GREEDY, checked_step, null_model, run, submit, tokens
 
 PROMPT = [(i * 7) % 500 for i in range(22)]
 
@@ -94,7 +95,8 @@ def test_the_one_unused_for_longest_loses_its_slot() -> None:
         submit(engine, "a", PROMPT, adapter=adapter)
         run(engine)
         assert in_slots(engine) == left
-    assert engine.adapters.num_swaps == 2
+    stats = engine.stats()
+    assert (stats.num_adapters, stats.num_adapter_swaps) == (3, 2)
 
 
 def test_a_slot_is_drained_for_who_waits_and_others_go_on() -> None:
@@ -157,6 +159,86 @@ def test_a_slot_is_free_and_rows_are_not() -> None:
     assert tokens(own) == alone_with(1, PROMPT)
 
 
+def test_a_backlog_of_one_tenant_does_not_starve_another() -> None:
+    engine = few_slots(3, 1, {"scheduling_policy": "fair"}, max_num_seqs=2)
+    numbers = iter(range(200))
+
+    def submit_more(count: int) -> None:
+        for _, number in zip(range(count), numbers, strict=False):
+            adapter = str(number % 2)
+            submit(engine, f"a{number}", PROMPT, lengths(4), adapter=adapter, tenant="a")
+
+    submit_more(4)
+    submit(engine, "wants", PROMPT[:9], lengths(2), adapter="2", tenant="b")
+    for _ in range(30):
+        submit_more(3)  # in as many steps as one takes: its line never ends
+        if any(one.request_id == "wants" for _ in range(5) for one in checked_step(engine)):
+            break
+    else:
+        pytest.fail("it waits for ever")
+    run(engine)
+
+
+def test_who_waits_for_a_slot_keeps_no_room_from_those_who_are_to_start_with_it() -> None:
+    """Or neither of them starts before everybody else has ended."""
+    engine = few_slots(2, 1, {"scheduling_policy": "fair"}, num_blocks=16, max_num_seqs=4)
+    submit(engine, "runs", PROMPT[:3], lengths(50), tenant="x")
+    checked_step(engine)
+    long = [*PROMPT, *PROMPT[:18]]  # each needs ten blocks of sixteen
+    submit(engine, "ahead", long, lengths(2), adapter="0", tenant="x")  # y's turn comes before
+    submit(engine, "wants", long, lengths(2), adapter="1", tenant="y")
+    ended = []
+    while engine.has_work:
+        ended += [one.request_id for one in checked_step(engine) if one.finish_reason]
+    assert ended == ["ahead", "wants", "runs"]
+
+
+def test_the_slot_that_is_drained_is_one_that_nobody_ahead_waits_for() -> None:
+    engine = few_slots(3, 2, num_blocks=16, max_num_seqs=4)
+    submit(engine, "a", PROMPT[:3], lengths(40), adapter="0")
+    submit(engine, "b", PROMPT[:3], lengths(8), adapter="1")
+    checked_step(engine)
+    submit(engine, "large", [*PROMPT, *PROMPT, *PROMPT[:8]], lengths(2), adapter="0")  # no room
+    submit(engine, "wants", PROMPT[:3], lengths(2), adapter="2")
+    submit(engine, "same", PROMPT[:3], lengths(2), adapter="1")
+    checked_step(engine)
+    turns, adapters = engine._runtime.turns, engine.adapters
+    numbers = {one.name: one.number for one in adapters.loaded}
+    place = engine._scheduler.waiting.place
+    assert turns.first is not None
+    assert turns.first.request_id == "wants"
+    assert turns.bars == dict.fromkeys([numbers["1"], numbers["2"]], place(turns.first))
+    run(engine)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_planning_takes_as_long_whatever_the_length_of_the_line(policy: str) -> None:
+    def num_calls(waiting: int) -> int:
+        engine = few_slots(5, 2, {"scheduling_policy": policy}, max_num_seqs=8)
+        for number in range(waiting):
+            adapter = number if number < 2 else 2 + number % 3  # the first two have the slots
+            tenant = f"tenant {number % 2}"
+            submit(engine, f"{number}", [number], lengths(99), adapter=f"{adapter}", tenant=tenant)
+        for _ in range(3):
+            checked_step(engine)
+        assert engine.stats().num_requests_running == 2
+        calls = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            engine._runtime.take_slots()
+            engine._scheduler.plan(loading=engine._runtime.load())
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert num_calls(400) == num_calls(40)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_tenants_of_many_rows_take_turns_for_one_slot(seed: int) -> None:
     draw = random.Random(seed)
@@ -195,7 +277,9 @@ class Failing(NullModel):
         super().set_adapter(slot, adapter)
 
 
-@pytest.mark.parametrize("failure", [ProviderError("device"), CapacityError("memory")])
+@pytest.mark.parametrize(
+    "failure", [ProviderError("device"), CapacityError("memory"), AdapterError("too large")]
+)
 def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exception) -> None:
     engine = few_slots(3, 2, model_type=Failing)
     model = null_model(engine)
@@ -205,12 +289,32 @@ def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exceptio
     submit(engine, "fails", PROMPT, adapter="2")
     model.failure = failure
     deltas += checked_step(engine)
-    assert reasons([one for one in deltas if one.request_id == "fails"]) == ["error"]
+    [failed] = [one for one in deltas if one.request_id == "fails"]
+    assert (failed.finish_reason, failed.error) == (
+        "error",
+        f"{type(failure).__name__}: {failure}",
+    )
     model.failure = None
     deltas += run(engine)["runs"]
     assert tokens(deltas) == alone_with(0, PROMPT, lengths(9))
     submit(engine, "again", PROMPT, adapter="2")
     assert tokens(run(engine)["again"]) == alone_with(2, PROMPT)
+
+
+def test_a_device_that_is_lost_while_a_slot_is_written() -> None:
+    spare = NullModel(null_options(max_adapters=2))
+    engine = few_slots(3, 2, model_type=Failing, fallbacks=[spare])
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    submit(engine, "runs", PROMPT, lengths(9), adapter="0")
+    deltas = checked_step(engine)
+    submit(engine, "wants", PROMPT, adapter="2")
+    model.failure = DeviceLostError("unplugged")
+    deltas += [one for group in run(engine).values() for one in group]
+    assert null_model(engine) is spare
+    for name, seed, params in (("runs", 0, lengths(9)), ("wants", 2, GREEDY)):
+        own = [one for one in deltas if one.request_id == name]
+        assert tokens(own) == alone_with(seed, PROMPT, params)
 
 
 def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:
@@ -222,6 +326,7 @@ def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:
     submit(engine, "gone", PROMPT, adapter="2")
     checked_step(engine)
     engine.adapters.unload("1")
+    assert engine.stats().num_adapters == 3  # it is still used
     with pytest.raises(CapacityError, match="all 3 places for adapters in host memory are taken"):
         engine.adapters.load("2", content(4), in_place=True)
     engine.abort("gone")
@@ -232,6 +337,7 @@ def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:
     submit(engine, "d", PROMPT, adapter="2")
     assert tokens(run(engine)["d"]) == alone_with(4, PROMPT)
     assert [one.name for one in engine.adapters.loaded] == ["0", "2"]
+    assert engine.stats().num_adapters == 2
 
 
 def test_fewer_places_than_slots_are_refused() -> None:

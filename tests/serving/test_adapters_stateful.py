@@ -22,17 +22,20 @@ PROMPTS = [[7], list(range(9)), list(range(26)), [*range(8), *range(100, 115)]]
 
 
 class Adapters(RuleBasedStateMachine):
+    num_slots = places = SLOTS  # of the model, in host memory
+
     def __init__(self) -> None:
         super().__init__()
         self.losing = False
-        spare = null_options(num_blocks=30, max_adapters=SLOTS, lost_at=self.lost)
+        spare = null_options(num_blocks=30, max_adapters=self.num_slots, lost_at=self.lost)
         spares = [NullModel(spare) for _ in range(2)]
         self.num_spares = len(spares)
         self.engine = adapter_engine(
             num_blocks=20,
             max_num_seqs=4,
             max_num_batched_tokens=9,
-            max_adapters=SLOTS,
+            max_adapters=self.num_slots,
+            config={"max_host_adapters": self.places},
             fallbacks=spares,
             lost_at=self.lost,
         )
@@ -48,7 +51,7 @@ class Adapters(RuleBasedStateMachine):
         return lost
 
     def used(self) -> set[tuple[int, int]]:
-        """The loads that hold a slot."""
+        """The loads that hold a place."""
         return {*self.loaded.values(), *(one for one in self.running.values() if one is not None)}
 
     @rule(name=st.sampled_from(NAMES), seed=st.sampled_from(SEEDS), in_place=st.booleans())
@@ -58,7 +61,7 @@ class Adapters(RuleBasedStateMachine):
         error: Any = None
         if previous is not None and not in_place:
             error = AdapterError
-        elif len(self.used()) == SLOTS and not (previous is not None and idle):
+        elif len(self.used()) == self.places and not (previous is not None and idle):
             error = CapacityError
         if error is not None:
             with pytest.raises(error):
@@ -130,7 +133,13 @@ class Adapters(RuleBasedStateMachine):
     def slots_hold_what_is_used(self) -> None:
         self.engine.check()
         assert {each.name for each in self.engine.adapters.loaded} == set(self.loaded)
-        assert len(null_model(self.engine)._adapters) == len(self.used())
+        num_filled = len(null_model(self.engine)._adapters)
+        if self.num_slots == self.places:
+            assert num_filled == len(self.used())
+        else:
+            assert num_filled <= min(self.num_slots, len(self.used()))
+            for request in self.engine._scheduler.running:  # an assertion where it has no slot
+                self.engine.adapters.slot_of(request.adapter)
         assert self.engine.stats().adapter_requests == {
             name: sum(one == load for one in self.running.values())
             for name, load in self.loaded.items()
@@ -144,7 +153,14 @@ class Adapters(RuleBasedStateMachine):
         assert not null_model(self.engine)._adapters
 
 
-Adapters.TestCase.settings = settings(
+class FewSlots(Adapters):
+    """The same, with adapters that wait for a slot."""
+
+    num_slots, places = 1, 3
+
+
+TestAdapters = Adapters.TestCase
+TestFewSlots = FewSlots.TestCase
+TestAdapters.settings = TestFewSlots.settings = settings(
     max_examples=examples(25), stateful_step_count=40, deadline=None
 )
-TestAdapters = Adapters.TestCase

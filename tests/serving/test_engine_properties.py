@@ -91,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
             clock=self.clock,
             fails=lambda run: self.run_fails,
             transfer_fails=lambda transfer: self.transfer_fails,
+            model_type=self.make_model,
             speculator=self.speculator(),
             **tiers,
             **self.standby(num_blocks * block_size),
@@ -107,9 +108,22 @@ class EngineMachine(RuleBasedStateMachine):
         """More options of the engine."""
         return {}
 
+    def make_model(self, options: NullOptions) -> NullModel:
+        """A model, the first one or one that may take over."""
+        return NullModel(options)
+
     def speculator(self) -> Prophet | None:
         """Who guesses."""
         return None
+
+    def options(self, name: str) -> dict[str, Any]:
+        """More options of a request."""
+        return {}
+
+    def expected(self, name: str, index: int, **changed: Any) -> list[int]:
+        """The tokens of a completion that is alone, with other parameters."""
+        prompt, params = self.requests[name]
+        return alone(prompt, replace(params, **changed), index, self.groups)
 
     def sampled(self, *arguments: Any) -> Any:
         if self.sampler_fails:
@@ -150,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         if self.engine.config.scheduling_policy == "fcfs":
             priority = 0
-        options = {"priority": priority, "tenant": tenant, "cache_salt": salt}
+        options = {"priority": priority, "tenant": tenant, "cache_salt": salt, **self.options(name)}
         try:
             submit(self.engine, name, prompt, params, timeout_s=timeout_s, **options)
         except OverloadedError:
@@ -238,7 +252,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.close()
         assert self.reasons.keys() == self.tokens.keys() == self.watch.events.keys()
         for (name, index), found in self.tokens.items():
-            expected = alone(*self.requests[name], index, self.groups)
+            expected = self.expected(name, index)
             if self.reasons[name, index] in NORMAL:
                 assert found == expected
             else:
@@ -266,11 +280,9 @@ class GuessingMachine(TieredMachine):
 
     def future(self, request: Request) -> list[int]:
         """The tokens that a request would get, were it not stuck; computed without failures."""
-        prompt, params = self.requests[request.request_id]
-        params = replace(params, repetition_detection=None)
         fails, self.sampler_fails = self.sampler_fails, 0
         try:
-            return alone(prompt, params, request.index, self.groups)
+            return self.expected(request.request_id, request.index, repetition_detection=None)
         finally:
             self.sampler_fails = fails
 
@@ -284,6 +296,7 @@ class LosingMachine(TieredMachine):
 
     tiers = ({}, *TieredMachine.tiers)
     sizes = ((2, None), (16, None), (4, 3), (32, 2), (3, 1), (1, None))  # block size, rows
+    num_slots = 0  # for adapters
 
     def standby(self, pool_tokens: int) -> dict[str, Any]:
         self.losing = 0
@@ -298,11 +311,12 @@ class LosingMachine(TieredMachine):
                 one_table=len(models) % 2 == 0,
                 max_model_len=512,
                 max_batch_rows=rows,
+                max_adapters=self.num_slots,
                 fails=lambda run: self.run_fails,
                 transfer_fails=lambda transfer: self.transfer_fails,
                 lost_at=self.lost_at,
             )
-            models.append(NullModel(options))
+            models.append(self.make_model(options))
         return {"lost_at": self.lost_at, "fallbacks": models}
 
     def lost_at(self, operation: int) -> bool:

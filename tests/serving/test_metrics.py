@@ -272,6 +272,19 @@ def test_scraping_while_the_engine_runs_sees_whole_steps(metrics: Metrics) -> No
     assert count == 200 * 256
 
 
+def test_adapters_and_their_slots_are_counted_where_there_are_any() -> None:
+    told = replace(STATS, max_adapters=4, num_adapters=7, num_adapter_swaps=9)
+    metrics = Metrics("m", lambda: told, lambda: CACHE)
+    text = metrics.render()[0].decode()
+    labels = '{engine="0",model_name="m"}'
+    assert f"# TYPE onnxport:lora_adapters gauge\nonnxport:lora_adapters{labels} 7.0\n" in text
+    assert "# TYPE onnxport:lora_swaps_total counter\n" in text
+    assert f"onnxport:lora_swaps_total{labels} 9.0\n" in text
+    text = Metrics("m", lambda: STATS, lambda: CACHE).render()[0].decode()
+    assert "lora_swaps" not in text
+    assert "lora_adapters" not in text
+
+
 def test_adapters_are_told_in_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1234.5)
     told = replace(STATS, max_adapters=4, running_adapters=("a", "b"), waiting_adapters=("b",))

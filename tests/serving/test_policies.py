@@ -1,14 +1,18 @@
 """Who goes first: priorities, deadlines, tenants, suspects, loading; exact rows, no model."""
 
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import StepPlan
-from tests.serving.bench import Bench, group, name_of, names, rows
+from onnxport.serving.waiting import NO_BARS
+from tests.serving.bench import Bench, group, make_request, name_of, names, rows
 from tests.tiers import examples
 
 PREFIX = list(range(100, 112))
@@ -291,6 +295,62 @@ def test_nobody_yields_to_a_request_whose_blocks_are_loading() -> None:
     bench.step()
     bench.submit("high", 3, priority=0)
     assert rows(bench.step(loading=["high"])) == [("low", 3, 1)]
+    assert names(bench.step().preempted) == ["low"]
+
+
+def test_nobody_yields_for_room_that_another_one_keeps() -> None:
+    bench = Bench(num_blocks=8, policy="fair")
+    bench.submit("low", 8, priority=1, tenant="y")  # two blocks, and the next token takes one
+    bench.step()
+    bench.submit("high", 22, priority=0, tenant="y")  # six blocks
+    bench.submit("loads", 18, priority=0, tenant="z")  # five; z holds no row: its turn is before
+    plan = bench.step(loading=["loads"])
+    assert (names(plan.preempted), rows(plan)) == ([], [("low", 8, 1)])
+    bench.finish("loads")
+    assert names(bench.step().preempted) == ["low"]
+
+
+def test_nobody_yields_for_rows_that_another_one_keeps() -> None:
+    bench = Bench(num_blocks=40, rows=2, policy="fair")
+    bench.submit("low", 3, priority=1, tenant="y")
+    bench.step()
+    bench.submit("high", 3, priority=0, tenant="y", n=2)
+    bench.submit("loads", 3, priority=0, tenant="z")
+    plan = bench.step(loading=["loads"])
+    assert (names(plan.preempted), rows(plan)) == ([], [("low", 3, 1)])
+
+
+# Requests whose adapters wait for a slot.
+
+
+def using(bench: Bench, adapters: Mapping[str, int]) -> None:
+    """Queue requests that use adapters, by number."""
+    for name, number in adapters.items():
+        request = make_request(name, range(3))
+        request.adapter = Adapter(name, number, name, 1, Path(), None)
+        bench.requests[name] = request
+        bench.scheduler.submit(request)
+
+
+def test_those_that_are_barred_are_passed_over_and_keep_no_room() -> None:
+    bench = Bench(num_blocks=40, rows=3)
+    using(bench, {"a": 1, "b": 2, "c": 1, "d": 2, "e": 3})
+    place = bench.scheduler.waiting.place(bench.requests["b"])
+    bench.scheduler.bar({1: None, 2: place})
+    assert names(list(bench.scheduler.planner.next_in_line())) == ["b", "e"]
+    assert rows(bench.step()) == [("b", 0, 3), ("e", 0, 3)]
+    bench.scheduler.bar(NO_BARS)
+    assert rows(bench.step()) == [("b", 3, 1), ("e", 3, 1), ("a", 0, 3)]
+
+
+def test_nobody_yields_to_a_request_that_is_barred() -> None:
+    bench = Bench(num_blocks=40, rows=1, policy="priority")
+    bench.submit("low", 3, priority=1)
+    bench.step()
+    using(bench, {"high": 1})
+    bench.scheduler.bar({1: None})
+    assert rows(bench.step()) == [("low", 3, 1)]
+    bench.scheduler.bar(NO_BARS)
     assert names(bench.step().preempted) == ["low"]
 
 

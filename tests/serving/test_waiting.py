@@ -1,24 +1,43 @@
 """The order in which requests wait."""
 
 from array import array
+from collections.abc import Iterable
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.waiting import PATIENCE_S, WaitingQueue, by_arrival, by_deadline
+from onnxport.serving.waiting import (
+    NO_BARS,
+    PATIENCE_S,
+    Place,
+    WaitingQueue,
+    by_arrival,
+    by_deadline,
+)
 
 
 def make(
-    arrival: int, *, priority: int = 0, tenant: str = "", timeout_s: float | None = None
+    arrival: int,
+    *,
+    priority: int = 0,
+    tenant: str = "",
+    timeout_s: float | None = None,
+    adapter: int | None = None,
 ) -> Request:
+    used = None
+    if adapter is not None:
+        used = Adapter(str(adapter), adapter, f"content {adapter}", 1, Path(), None)
     request = Request(
         str(arrival),
         array("q", [1]),
         SamplingParams(),
         max_total_tokens=10,
         options=RequestOptions(priority=priority, tenant=tenant, timeout_s=timeout_s),
+        adapter=used,
     )
     request.rank = (priority, arrival, 0)
     request.tenant = tenant
@@ -32,7 +51,7 @@ def queue(*requests: Request) -> WaitingQueue:
     return made
 
 
-def names(requests: WaitingQueue) -> list[str]:
+def names(requests: Iterable[Request]) -> list[str]:
     return [request.request_id for request in requests]
 
 
@@ -112,6 +131,7 @@ def test_any_order_of_adding_and_removing(data: st.DataObject) -> None:
             priority=data.draw(st.integers(-1, 1)),
             tenant=data.draw(st.sampled_from("ab")),
             timeout_s=data.draw(st.sampled_from([None, 1.0, 2.0])),
+            adapter=data.draw(st.sampled_from([None, 1, 2])),
         )
         waiting.add(request)
         inside.append(request)
@@ -121,3 +141,62 @@ def test_any_order_of_adding_and_removing(data: st.DataObject) -> None:
         assert len(waiting) == len(inside)
         assert set(waiting) == set(inside)
         assert waiting.levels == sorted({one.rank[0] for one in inside})
+
+
+def test_adapters_have_lines_of_their_own() -> None:
+    waiting = queue(
+        make(0, tenant="a", adapter=1),
+        make(1, tenant="b", adapter=2),
+        make(2, tenant="b"),
+        make(3, tenant="b", adapter=1, timeout_s=5),
+        make(4, tenant="a", adapter=1, priority=-1),
+    )
+    lines = {number: names(list(line)) for number, line in waiting.by_adapter().items()}
+    assert lines == {1: ["4", "3", "0"], 2: ["1"]}
+    assert names(waiting) == ["4", "0", "3", "1", "2"]  # tenant by tenant
+
+
+def test_bars_hold_for_adapters_or_for_those_behind_a_place() -> None:
+    first, *others = (make(number, adapter=number % 2) for number in range(6))
+    waiting = queue(first, *others, make(6), make(7, priority=-1, adapter=0))
+    assert names(waiting.startable({0: None})) == ["1", "3", "5", "6"]
+    place = waiting.place(others[1])  # of number 2
+    assert names(waiting.startable({0: place, 1: place})) == ["7", "0", "1", "2", "6"]
+    assert names(waiting.startable({0: waiting.place(first), 1: None})) == ["7", "0", "6"]
+    assert names(waiting.startable({2: None})) == names(waiting)
+    assert waiting.is_barred(others[3], {0: place})
+    assert not waiting.is_barred(others[3], NO_BARS)
+
+
+@given(st.data())
+def test_what_may_start_is_what_is_not_barred(data: st.DataObject) -> None:
+    draw = data.draw
+    requests = [
+        make(
+            arrival,
+            priority=draw(st.integers(-1, 1)),
+            tenant=draw(st.sampled_from("ab")),
+            timeout_s=draw(st.sampled_from([None, 1.0, 2.0])),
+            adapter=draw(st.sampled_from([None, 1, 2, 3])),
+        )
+        for arrival in range(draw(st.integers(1, 20)))
+    ]
+    waiting = queue(*requests)
+    places = st.sampled_from([None, *map(waiting.place, requests)])
+    bars: dict[int, Place | None] = draw(st.dictionaries(st.sampled_from([1, 2, 3]), places))
+    for number, line in waiting.by_adapter().items():
+        own = [one for one in requests if one.adapter is not None and one.adapter.number == number]
+        assert list(line) == sorted(own, key=waiting.place)
+    barred = {
+        one
+        for one in requests
+        if one.adapter is not None
+        and one.adapter.number in bars
+        and ((last := bars[one.adapter.number]) is None or waiting.place(one) > last)
+    }
+    assert {one for one in requests if waiting.is_barred(one, bars)} == barred
+    assert list(waiting.startable(bars)) == [one for one in waiting if one not in barred]
+    for level in waiting.levels:
+        for lane in waiting.lanes(level).values():
+            assert list(lane) == sorted(lane, key=by_deadline)
+            assert lane.first() is next(iter(lane))

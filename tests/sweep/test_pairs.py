@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import combinations, takewhile
@@ -26,7 +26,7 @@ from onnxport.providers.registry import EMULATED, get_provider
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.guesses import possible
-from onnxport.serving.outputs import FinishReason
+from onnxport.serving.outputs import CompletionDelta, FinishReason
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.draft_model import ModelDrafter
@@ -43,6 +43,7 @@ from tests.sweep.reference import Expected, completions
 
 DEMO = Path(__file__).parents[2] / "demo"
 MAX_TOKENS = 14
+LATE_STEP, EVENT_STEP = 2, 3  # steps ahead of which something happens
 POOL_TOKENS = 4096
 HOST_BYTES = 64 << 20
 SCHEMA = {
@@ -69,12 +70,22 @@ AXES: Mapping[str, Sequence[str]] = {
     ),
     "structure": ("none", "json", "regex", "choice", "grammar"),
     "speculation": ("none", "ngram", "draft", "forced"),
-    "adapter": ("none", "one", "mixed"),
+    # Of two or three: slots for all, or for fewer than there are.
+    "adapter": ("none", "one", "mixed", "few"),
     "blocks": ("cold", "warm", "uncached", "recompute", "recompute-uncached", "swap"),
     "chunks": ("whole", "small"),
     "lane": ("cpu", "cpu-int8", "decomposed", "openvino", "cuda"),
+    "policy": ("fcfs", "priority", "fair"),
+    "event": ("none", "abort", "unload"),
 }
 NAMED = (70, 300, 2000)
+ADAPTERS: Mapping[str, Sequence[str | None]] = {  # of the requests a, b and c
+    "none": (None, None, None),
+    "one": ("adapter0", "adapter0", "adapter0"),
+    "mixed": ("adapter0", "adapter1", "adapter0"),
+    "few": ("adapter0", "adapter1", "adapter2"),
+}
+NUM_ADAPTERS = 3
 SAMPLING: Mapping[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 1.0, "seed": 11},
@@ -111,19 +122,21 @@ LANES: Mapping[str, tuple[str, LoadOptions]] = {
     "openvino": ("openvino", LoadOptions(kv_cache_dtype="float32", matmul_accuracy_level=1)),
     "cuda": ("cuda", LoadOptions(block_size=16, matmul_accuracy_level=1, capture_graphs=REPLAYS)),
 }
-CASES = covering_cases(AXES)
-# In `make fast` a few cases on the CPU; one of each structure and kind of guessing.
-FAST = 4
+PAIRS = covering_cases(AXES)
+# Any two of the others with few slots.
+CASES = [*PAIRS, *covering_cases({**AXES, "adapter": ("few",)}, seed=1)]
+# In `make fast` a few cases, one of each structure and kind of guessing; all have few slots.
+FAST = 6
 
 
 def test_every_pair_is_in_a_case() -> None:
-    found = {pair for case in CASES for pair in pairs_of(case)}
+    found = {pair for case in PAIRS for pair in pairs_of(case)}
     for one, other in combinations(AXES, 2):
         for left in AXES[one]:
             for right in AXES[other]:
                 assert ((one, left), (other, right)) in found
     most = max(len(AXES[one]) * len(AXES[other]) for one, other in combinations(AXES, 2))
-    assert len(CASES) < 1.7 * most
+    assert len(PAIRS) < 1.7 * most
 
 
 class Always:
@@ -172,8 +185,16 @@ class Always:
         pass
 
 
+class FewSlots(LentModel):
+    """A model that shows some of its slots for adapters."""
+
+    def __init__(self, model: Model, num_blocks: int | None, num_slots: int) -> None:
+        super().__init__(model, num_blocks)
+        self._capabilities = replace(self._capabilities, max_adapters=num_slots)
+
+
 class World:
-    """The demo models, loaded once for each lane, and two adapters."""
+    """The demo models, loaded once for each lane, and three adapters."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -184,12 +205,14 @@ class World:
         self.models: list[Model] = []
         self.num_loaded = 0
         self.num_accepted: Counter[str] = Counter()
+        self.happened: Counter[str] = Counter()  # of the events, when they mattered
         self._expected: dict[tuple[str, ...], list[Expected]] = {}
         artifact = Artifact.read(self.target)
         self.spec: ArchSpec = artifact.manifest.model
         self.eos = frozenset(artifact.manifest.eos_token_ids)
         self.tokenizer = Tokenizer.from_folder(self.target, self.eos)
-        for seed, targets in enumerate((["q_proj", "v_proj"], ["o_proj", "gate_proj"])):
+        targeted = (["q_proj", "v_proj"], ["o_proj", "gate_proj"], ["k_proj", "down_proj"])
+        for seed, targets in enumerate(targeted):
             tensors = random_tensors(self.spec, rank=4, targets=targets, seed=seed)
             write_adapter(folder / f"adapter{seed}", tensors, target_modules=targets, lora_alpha=2)
 
@@ -197,7 +220,9 @@ class World:
     def model(self, lane: str) -> Model:
         provider, options = LANES[lane]
         return self._load(
-            self.target, provider, replace(options, max_adapters=2, kv_cache_tokens=POOL_TOKENS)
+            self.target,
+            provider,
+            replace(options, max_adapters=NUM_ADAPTERS, kv_cache_tokens=POOL_TOKENS),
         )
 
     @cache  # noqa: B019
@@ -222,8 +247,11 @@ class World:
         """An engine of a case's own on a loaded model."""
         blocks = case["blocks"]
         speculator = Always(self.drafter(case["speculation"]))
+        num_blocks = self.few_blocks(case, model) if is_tight(case) else None
+        # One would not let two requests run, of which one has to yield.
+        num_slots = 1 + is_tight(case) if case["adapter"] == "few" else NUM_ADAPTERS
         engine = Engine(
-            LentModel(model, self.few_blocks(case, model) if is_tight(case) else None),
+            FewSlots(model, num_blocks, num_slots),
             self.tokenizer,
             EngineConfig(
                 max_num_seqs=16,
@@ -232,14 +260,17 @@ class World:
                 enable_prefix_caching=not blocks.endswith("uncached"),
                 preemption="swap" if blocks == "swap" else "recompute",
                 kv_host_memory=HOST_BYTES if blocks == "swap" else 0,
+                scheduling_policy=case["policy"],  # type: ignore[arg-type]
+                max_host_adapters=NUM_ADAPTERS,
             ),
             self.eos,
             speculator=speculator,
             base=self.spec,
         )
-        for number in range(2):
+        for number in range(NUM_ADAPTERS):
             content = engine.adapters.read(self.folder / f"adapter{number}")
             engine.adapters.load(f"adapter{number}", content)
+            model.set_adapter(1 + number, content.adapter)  # also where the engine has fewer slots
         return engine, speculator
 
     def few_blocks(self, case: Case, model: Model) -> int:
@@ -250,16 +281,18 @@ class World:
         begins = [blocks_for(len(prompt) + 1, size) for prompt in prompts]
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
         shared = len(list(same)) // size
-        is_shared = case["adapter"] != "mixed" and not case["blocks"].endswith("uncached")
+        is_shared = case["adapter"] in ("none", "one") and not case["blocks"].endswith("uncached")
         num_rows = max(params.n, params.best_of or 1)
         return sum(begins) - is_shared * shared + num_rows - 1
 
     def expected(self, case: Case, engine: Engine) -> dict[str, list[Expected]]:
-        """What each request gets; plain ones are those of other cases, too."""
-        own = {"c": ("sampling", "adapter"), "d": ()}
+        """What each request gets; it may be known of another case."""
+        own: Mapping[str, tuple[str, ...]] = {"c": ("sampling",), "d": ()}
         found = {}
         for name, given in requests_of(case).items():
-            key = (name, *(case[axis] for axis in ("lane", *own.get(name, AXES))))
+            text, _, options = given
+            axes = ("lane", *own.get(name, ("sampling", "structure")))
+            key = (text, str(options.adapter), *(case[axis] for axis in axes))
             if key not in self._expected:
                 make = partial(engine.prepare, name, *given)
                 model = self.model(case["lane"])
@@ -295,22 +328,33 @@ def prompt(question: str) -> str:
 
 
 def requests_of(case: Case) -> dict[str, tuple[str, SamplingParams, RequestOptions]]:
-    """Two requests with all that the case has, one with its sampling alone, and a plain one."""
+    """Two requests with all that the case has, one with its sampling alone, and a plain one.
+
+    Of two tenants where these count; the third is urgent where priorities do.
+    """
     sampling = {"max_tokens": MAX_TOKENS, **SAMPLING[case["sampling"]]}
     structure = STRUCTURE[case["structure"]]
     whole = SamplingParams(
         **sampling, structured_outputs=StructuredOutputs(**structure) if structure else None
     )
-    adapters = {"none": (None, None), "one": ("adapter0",) * 2, "mixed": ("adapter0", "adapter1")}
-    first, second = (RequestOptions(adapter=one) for one in adapters[case["adapter"]])
+    first, second, third = ADAPTERS[case["adapter"]]
+    urgent = -1 if case["policy"] == "priority" else 0
     return {
-        "a": (prompt("What is onnxport?"), whole, first),
-        "b": (prompt("Who is the person in the story, who is it?"), whole, second),
-        "c": (prompt("Once upon a time, once upon a time"), SamplingParams(**sampling), first),
+        "a": (prompt("What is onnxport?"), whole, RequestOptions(adapter=first, tenant="x")),
+        "b": (
+            prompt("Who is the person in the story, who is it?"),
+            whole,
+            RequestOptions(adapter=second, tenant="y"),
+        ),
+        "c": (
+            prompt("Once upon a time, once upon a time"),
+            SamplingParams(**sampling),
+            RequestOptions(adapter=third, tenant="x", priority=urgent),
+        ),
         "d": (
             prompt("What is onnxport?"),
             SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
-            RequestOptions(),
+            RequestOptions(tenant="y"),
         ),
     }
 
@@ -322,7 +366,7 @@ def marks(number: int) -> tuple[pytest.MarkDecorator, ...]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id="-".join(case.values()), marks=marks(number))
+        pytest.param(case, id=f"{number}-{'-'.join(case.values())}", marks=marks(number))
         for number, case in enumerate(CASES)
     ],
 )
@@ -337,30 +381,85 @@ def test_a_batch_gets_the_tokens_of_the_slow_reference(world: World, case: Case)
             engine.submit(engine.prepare(f"warm-{name}", text, params, options))
         drain(engine)
     for name, given in requests.items():
-        engine.submit(engine.prepare(name, *given))
-    found = drain(engine)
+        if name != late_one(case):
+            engine.submit(engine.prepare(name, *given))
+    if case["event"] == "abort":  # one that would get what another one gets
+        engine.submit(engine.prepare("aborted", *requests["b"]))
+    found = drain(engine, partial(happen, world, case, engine, requests))
     close = 0.05 if model.capabilities.compute_dtype == "float16" else 2e-3
     for name, each in expected.items():
         for index, one in enumerate(each):
-            got = found[name, index]
+            got = found.pop((name, index))
             assert got.token_ids == one.token_ids, f"{name} of {case}"
             assert got.reason == one.reason, f"{name} of {case}"
             assert got.logprobs == pytest.approx(one.logprobs, abs=close), f"{name} of {case}"
-    assert len(found) == sum(map(len, expected.values()))
+    for (name, index), got in found.items():
+        assert name == "aborted"
+        assert got.token_ids == expected["b"][index].token_ids[: len(got.token_ids)]
+    check_adapters(case, engine)
     stats = engine.stats()
     if case["blocks"] == "warm" and case["sampling"] != "scored":
         assert stats.prefix_cache_hits > 0
-    assert bool(stats.num_preemptions) == is_tight(case)
+    # With few slots fewer run at once, and may end before blocks run out.
+    may_fit = case["adapter"] == "few"
+    assert bool(stats.num_preemptions) == is_tight(case) or (is_tight(case) and may_fit)
+    world.happened["preemption, few slots"] += stats.num_preemptions if may_fit else 0
     world.num_loaded += stats.num_blocks_loaded
-    assert bool(stats.num_blocks_saved) == (case["blocks"] == "swap")
+    saves = case["blocks"] == "swap"
+    finds_none = may_fit or case["sampling"] == "scored"  # prompts that are scored are not cached
+    assert bool(stats.num_blocks_saved) == saves or (saves and finds_none)
     world.num_accepted[case["speculation"]] += speculator.accepted[True]
     assert stats.num_free_blocks == stats.num_blocks
     engine.close()
 
 
+def happen(
+    world: World,
+    case: Case,
+    engine: Engine,
+    requests: Mapping[str, tuple[str, SamplingParams, RequestOptions]],
+    number: int,
+) -> list[CompletionDelta]:
+    """What comes ahead of step `number`, from 0."""
+    if number == LATE_STEP and (late := late_one(case)) is not None:
+        engine.submit(engine.prepare(late, *requests[late]))
+    if number != EVENT_STEP:
+        return []
+    deltas = engine.abort("aborted")
+    if deltas:
+        world.happened["abort"] += 1
+    if case["event"] == "unload":
+        num_requests = engine.adapters.num_requests
+        for one in engine.adapters.loaded:
+            if num_requests[one.name]:
+                has_slot = engine.adapters.has_slot(one.number)
+                world.happened["unload" if has_slot else "unload without a slot"] += 1
+            engine.adapters.unload(one.name)
+    return deltas
+
+
+def late_one(case: Case) -> str | None:
+    """Who is urgent comes to those that run already."""
+    return "c" if case["policy"] == "priority" else None
+
+
+def check_adapters(case: Case, engine: Engine) -> None:
+    """Nobody uses an adapter any more, and slots changed hands where they had to."""
+    adapters = engine.adapters
+    assert set(adapters.num_requests.values()) <= {0}
+    if case["event"] == "unload":
+        assert not adapters.loaded
+        assert not adapters.by_last_use()
+    else:
+        assert len(adapters.loaded) == NUM_ADAPTERS
+        assert (adapters.num_swaps > 0) == (case["adapter"] == "few")
+
+
 @pytest.mark.slow
 def test_what_was_swept_did_happen(world: World) -> None:
-    """Guesses were right, and blocks came from a tier, in some of the cases above."""
+    """Guesses were right, blocks came from a tier, and events in time, in some of these cases."""
+    for event in ("abort", "unload", "unload without a slot", "preemption, few slots"):
+        assert world.happened[event] > 0, world.happened
     assert world.num_loaded > 0
     for method in ("ngram", "draft", "forced"):
         assert world.num_accepted[method] > 0, world.num_accepted
@@ -380,11 +479,19 @@ class Found:
     reason: FinishReason | None = None
 
 
-def drain(engine: Engine) -> dict[tuple[str, int], Found]:
-    """Step until nothing is left; returns all completions, by request and index."""
+def drain(
+    engine: Engine, happen: Callable[[int], list[CompletionDelta]] = lambda _: []
+) -> dict[tuple[str, int], Found]:
+    """Step until nothing is left; returns all completions, by request and index.
+
+    Args:
+        engine: what steps.
+        happen: called ahead of each step with its number, from 0, and of all events' steps.
+    """
     found: dict[tuple[str, int], Found] = {}
-    while engine.has_work:
-        for delta in engine.step():
+    number = 0
+    while engine.has_work or number <= EVENT_STEP:
+        for delta in (*happen(number), *engine.step()):
             assert delta.error is None, delta.error
             one = found.setdefault((delta.request_id, delta.index), Found())
             assert one.reason is None
@@ -396,4 +503,5 @@ def drain(engine: Engine) -> dict[tuple[str, int], Found]:
                 told = (token_id, *(NAMED if set(NAMED) <= each.keys() else ()))
                 one.logprobs.extend(each[which].logprob for which in told)
         engine.check()
+        number += 1
     return found
