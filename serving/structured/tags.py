@@ -124,13 +124,13 @@ class TagWriter:
 
     def _or(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str]) -> str:
         """Return one of some elements, which begin and end alike where others may do so."""
-        ways = [
-            self._format(one, ends, "")
-            if self._may_take(one, ends)
-            else self._closed(self._format(one, OTHERS, ""), ends)
-            for one in elements
-        ]
-        return _either(ways)
+        ways, closed = [], []
+        for one in elements:
+            if self._may_take(one, ends):
+                ways.append(self._format(one, ends, ""))
+            else:
+                closed.append(self._format(one, OTHERS, ""))
+        return _either([*ways, self._closed(_either(closed), ends)] if closed else ways)
 
     def _sequence(self, elements: Sequence[Mapping[str, Any]], ends: Any, before: str) -> str:
         """Return elements behind each other, those that are regular as one lexeme."""
@@ -248,8 +248,10 @@ class TagWriter:
             return self._may_hold(format_["pattern"], begins)
         if kind == "triggered_tags":
             return free_end(format_)
-        parts = format_["elements"] if kind == "or" else format_.get("elements", ())[-1:]
-        if kind == "repeat" or (kind == "tag" and "" in format_["end"]):
+        parts = format_.get("elements", ())
+        if kind == "sequence":
+            parts = _last_ones(parts)
+        elif kind == "repeat" or (kind == "tag" and "" in format_["end"]):
             parts = [format_["content"]]
         return kind == "any_text" or any(self._may_take(part, ends) for part in parts)
 
@@ -318,6 +320,28 @@ def _flat(elements: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             yield from _flat(one["elements"])
         else:
             yield one
+
+
+def _last_ones(elements: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the elements of a sequence that may be the last one of a text, from the end."""
+    for one in reversed(elements):
+        yield one
+        if not _may_be_empty(one):
+            return
+
+
+def _may_be_empty(format_: Mapping[str, Any]) -> bool:
+    """Whether a format may be the empty text, so far as can be told without its expressions."""
+    kind = format_["type"]
+    if kind == "sequence":
+        return all(map(_may_be_empty, format_["elements"]))
+    if kind == "or":
+        return any(map(_may_be_empty, format_["elements"]))
+    if kind == "repeat":
+        return format_["min"] == 0 or _may_be_empty(format_["content"])
+    if kind in ("triggered_tags", "tags_with_separator"):
+        return not format_["at_least_one"]
+    return kind in ("any_text", "regex")
 
 
 def _times(least: int, most: int) -> str:

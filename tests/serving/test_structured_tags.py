@@ -11,6 +11,7 @@ import pytest
 
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
+from onnxport.serving.structured import compiler
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 from onnxport.serving.structured.structural import (
     FORMATS,
@@ -44,6 +45,7 @@ from .tag_formats import (
 )
 
 F = tag("<f>", JSON, "</f>")
+H = tag("<h>", ANY, "</h>")
 F1 = '<f>{"a":1}</f>'
 G = tag("<g>", regex("[a-c]{1,3}"), "</g>")
 # A format, texts that have it, texts that have not.
@@ -122,6 +124,36 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         ["<a></a>", "<a><g>a</g><g>b</g></a>", '<a><f>{"a":1}</f></a>', f"<a>{F1}<{F1}</a>"],
         ["<a><g>a</g><f></a>", "<a><</a>"],
     ),
+    (  # so does one that may be the last
+        tag("<a>", some("or", some("sequence", regex("[^;]*"), often("star", const("x"))), F), "]"),
+        ["<a>]", "<a>abxx]", f"<a>{F1}]"],
+        ["<a>;]", "<a>"],
+    ),
+    (
+        tag("<a>", some("or", const("x"), some("sequence", const("x"), H)), "</a>"),
+        ["<a>x</a>", "<a>x<h>y</h></a>"],
+        ["<a><h></h></a>"],
+    ),
+    (
+        tag("<a>", some("sequence", separated(",", G), H), "</a>"),
+        ["<a><h></h></a>", "<a><g>a</g>,<g>b</g><h>y</h></a>"],
+        ["<a></a>", "<a><g>a</g></a>"],
+    ),
+    (
+        some("sequence", some("sequence", JSON, regex("[a-c]+")), const("b!"), JSON),
+        ['{"a":1}abb!{"a":1}'],
+        ['{"a":1}b!{"a":1}'],
+    ),
+    (
+        tag("<", triggered(["<f"], F, at_least_one=True, stop_after_first=True), ""),
+        [f"<{F1}"],
+        ["<", f"<{F1}x"],
+    ),
+    (
+        tag("<a>", often("plus", some("sequence", JSON, regex("[^;]*"))), "»"),
+        ['<a>{"a":1}x»', '<a>{"a":1}»'],
+        ["<a>»", '<a>{"a":1};»'],
+    ),
     (  # an expression that may be what ends the tag ends with the first of these
         tag("<a>", repeat(1, 2, some("sequence", JSON, regex("[a-z<]*"))), "<b>"),
         ['<a>{"a":1}<b>', '<a>{"a":1}a<{"a":2}bb<b>'],
@@ -149,7 +181,7 @@ def test_a_format(format_: Any, right: list[str], wrong: list[str]) -> None:
     for text in whole:
         assert Reader(text).fits(format_), text
     # Some ends have to be spelled, which a random model does not do.
-    assert whole or re.search("</t>|</think>|</go>|<b>|abc", str(format_))
+    assert whole or re.search("</t>|</think>|</go>|</a>|<b>|»|abc", str(format_))
 
 
 @pytest.mark.parametrize("seed", range(examples(60)))
@@ -359,6 +391,20 @@ def test_what_is_too_long_as_it_is_enforced_alone() -> None:
     assert it.value.param == "structured_outputs.structural_tag"
 
 
+def test_contents_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(grammar: str, *rest: Any) -> Any:
+        made.append(grammar)
+        return matcher(grammar, *rest)
+
+    matcher = compiler._matcher
+    monkeypatch.setattr(compiler, "_matcher", counted)
+    compiled(form(triggered(["<"], *[tag(f"<{number}>", JSON, "") for number in range(9)])))
+    assert len(made) == 2  # it alone, and all together
+    assert made[1].count("%json") == 1
+
+
 def test_depth() -> None:
     format_: Any = const("x")
     for _ in range(MAX_DEPTH):
@@ -386,7 +432,8 @@ def test_lists_of_texts_are_short() -> None:
 
 def test_a_grammar_that_grows_is_refused() -> None:
     ends = [f"{number:0400}" for number in range(MAX_TEXTS)]
-    spec = form(tag("<", some("or", *[JSON] * 400), ends))
+    expressions = [regex(f".{number}") for number in range(400)]
+    spec = form(tag("<", some("or", JSON, *expressions), ends))
     with pytest.raises(RequestError, match="makes a grammar of more than") as caught:
         compiled(spec)
     assert caught.value.param == "structured_outputs.structural_tag"
