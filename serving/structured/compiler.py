@@ -280,8 +280,6 @@ def compile_grammar(
     Raises:
         RequestError: it is not valid, too large, or nothing fits it.
     """
-    from llguidance import LLMatcher, LLParserLimits
-
     from onnxport.serving.structured.source import grammar_of
 
     name, param = NAMES[spec.kind], spec.where
@@ -293,7 +291,53 @@ def compile_grammar(
     elif spec.calls is not None:
         forms = (replace(spec, calls=None), spec.calls)
         alone = [compile_grammar(each, vocabulary, limits) for each in forms]
-    grammar = grammar_of(spec, vocabulary.texts)
+    elif spec.kind == "structural_tag":
+        _check_contents(spec, vocabulary, limits)
+    matcher = _matcher(grammar_of(spec, vocabulary.texts), name, param, vocabulary, limits)
+    kept = None
+    if masks is not None and (places := _places_of(spec, vocabulary)):
+        kept = MaskMemory(places, vocabulary.tokens, masks)
+    compiled = CompiledGrammar(vocabulary, matcher, kept)
+    first_ids = _first_ids(compiled, name, param)
+    return replace(
+        compiled,
+        goes_back=all(each.goes_back for each in alone)
+        and _goes_back(matcher.deep_copy(), first_ids),
+        is_empty=set(first_ids.tolist()) <= set(vocabulary.tokens.eos_tokens),
+    )
+
+
+def _check_contents(spec: StructuredOutputs, vocabulary: Vocabulary, limits: CompileLimits) -> None:
+    """Refuse a structural tag with a content that nothing fits, which shows in a text's middle."""
+    from onnxport.serving.structured.source import contents_of
+
+    name, param = NAMES[spec.kind], spec.where
+    seen: set[str] = set()
+    for place, grammar in contents_of(spec, vocabulary.texts):
+        if grammar not in seen:
+            seen.add(grammar)
+            told = f"{place} of {name}"
+            matcher = _matcher(grammar, told, param, vocabulary, limits)
+            _first_ids(CompiledGrammar(vocabulary, matcher), told, param)
+
+
+def _matcher(
+    grammar: str, name: str, param: str, vocabulary: Vocabulary, limits: CompileLimits
+) -> LLMatcher:
+    """Return what follows a grammar, at its beginning.
+
+    Args:
+        grammar: as llguidance has it.
+        name: what errors call it.
+        param: the field of a request that they name.
+        vocabulary: of the model.
+        limits: of what compiling may take.
+
+    Raises:
+        RequestError: it is not valid, or too large.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
     parser_limits = LLParserLimits(
         step_max_items=limits.max_step_items,
         max_items_in_row=limits.max_row_items,
@@ -307,10 +351,20 @@ def compile_grammar(
     )
     if reason:
         raise RequestError(f"{name} cannot be compiled: {_short(reason)}", param)
-    kept = None
-    if masks is not None and (places := _places_of(spec, vocabulary)):
-        kept = MaskMemory(places, vocabulary.tokens, masks)
-    compiled = CompiledGrammar(vocabulary, matcher, kept)
+    return matcher
+
+
+def _first_ids(compiled: CompiledGrammar, name: str, param: str) -> NDArray[np.int64]:
+    """Return the tokens that a text may begin with.
+
+    Args:
+        compiled: a grammar.
+        name: what errors call it.
+        param: the field of a request that they name.
+
+    Raises:
+        RequestError: nothing fits it, or it is too much.
+    """
     first = compiled.sequence(0)
     try:
         [mask] = first.masks(NO_TOKENS).copy()
@@ -321,13 +375,7 @@ def compile_grammar(
         raise RequestError(f"{name} is too complex: {_short(str(error))}", param) from error
     if not possible:
         raise RequestError(f"no text fits {name}; correct it", param)
-    first_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-    return replace(
-        compiled,
-        goes_back=all(each.goes_back for each in alone)
-        and _goes_back(matcher.deep_copy(), first_ids),
-        is_empty=set(first_ids.tolist()) <= set(vocabulary.tokens.eos_tokens),
-    )
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
 def _goes_back(matcher: LLMatcher, possible: NDArray[np.int64]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 MOST_NESTED = 50  # groups; each takes some of Python's own stack
@@ -74,6 +76,14 @@ def read_expression(text: str) -> Part:
         UnknownSyntaxError: not all of its syntax is known here.
     """
     return _Reader(text).read()
+
+
+def ascii_chars(part: Part) -> int:
+    """Return which ASCII characters the texts of a part may have: bit i, the character i."""
+    if isinstance(part, Chars):
+        return part.chars
+    inner = (part.body,) if isinstance(part, Repeat) else part.parts
+    return reduce(or_, map(ascii_chars, inner), 0)
 
 
 class _Reader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -27,6 +27,7 @@ from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.structured.structural import contents
 from onnxport.serving.structured.tags import TagWriter
 
 # Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
@@ -95,6 +96,31 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
         return HEAD + start + _with_texts(_THOUGHTS, texts) + _rule("answer", form)
     form = form if calls is None else _or(calls, form)
     return HEAD + (form if spec.thought is None else _behind(spec.thought, form))
+
+
+def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield the grammar of each content of a structural tag that may be wrong, behind its place.
+
+    Args:
+        spec: the form.
+        texts: as `grammar_of`.
+
+    Raises:
+        RequestError: a grammar has what would not be obeyed; says which.
+    """
+    for place, one in contents(json.loads(spec.text)["format"]):
+        if one["type"] == "json_schema":
+            form = f"start: %json {_with_options(one['json_schema'])}"
+        elif one["type"] == "regex":
+            form = f"start: {_regex(one['pattern'])}"
+        elif one["type"] == "grammar":
+            try:
+                form = _lark(one["grammar"], spec.where)
+            except RequestError as error:
+                raise RequestError(f"{place}: {error}", spec.where) from error
+        else:
+            continue
+        yield place, HEAD + _with_texts(form, texts)
 
 
 def _form(spec: StructuredOutputs) -> str:

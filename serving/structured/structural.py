@@ -7,7 +7,7 @@ xgrammar's, is a tree of formats. Both are read here into the same tree, as it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
@@ -17,6 +17,8 @@ from onnxport.serving.structured.prepared import prepared
 MAX_DEPTH = 16  # formats in each other
 MAX_FORMATS = 2000
 MAX_TEXTS = 128  # of one list of triggers, excludes or ends, which are compared with each other
+MAX_TIMES = 10_000  # that a format is repeated
+ENDLESS = -1  # xgrammar's word for any number of times
 KIND = "structural_tag"
 # Which members each format has: (needed, others).
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -27,12 +29,37 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "regex": (("pattern",), ()),
     "sequence": (("elements",), ()),
     "or": (("elements",), ()),
+    "optional": (("content",), ()),
+    "plus": (("content",), ()),
+    "star": (("content",), ()),
+    "repeat": (("min", "max", "content"), ()),
     "tag": (("begin", "content", "end"), ()),
     "triggered_tags": (
         ("triggers", "tags"),
         ("at_least_one", "stop_after_first", "excludes"),
     ),
     "tags_with_separator": (("tags", "separator"), ("at_least_one", "stop_after_first")),
+}
+TIMES: Mapping[str, tuple[int, int]] = {
+    "optional": (0, 1),
+    "plus": (1, ENDLESS),
+    "star": (0, ENDLESS),
+}
+# Members that xgrammar has besides, with the value that says nothing, as its own classes write it.
+SILENT: Mapping[str, Mapping[str, Any]] = {
+    "any_text": {"max_chars": None, "max_tokens": None},
+    "json_schema": {"any_order": False},
+}
+_OF_TOKENS = "forms know text and no tokens; write the text of the token"
+# Formats that xgrammar has besides, and what to do.
+REFUSED: Mapping[str, str] = {
+    "any_tokens": _OF_TOKENS,
+    "dispatch": "write triggered_tags, whose tags may have an empty end",
+    "exclude_token": _OF_TOKENS,
+    "qwen_xml_parameter": "write a tag of each parameter",
+    "token": _OF_TOKENS,
+    "token_dispatch": _OF_TOKENS,
+    "token_triggered_tags": _OF_TOKENS,
 }
 
 
@@ -58,9 +85,28 @@ def free_end(format_: Mapping[str, Any]) -> bool:
         return free_end(format_["elements"][-1])
     if kind == "or":
         return any(map(free_end, format_["elements"]))
+    if kind == "repeat":
+        return free_end(format_["content"])
     if kind == "triggered_tags":
         return not (format_["at_least_one"] and format_["stop_after_first"])
     return bool(kind == "any_text")
+
+
+def contents(format_: Mapping[str, Any], place: str = "format") -> Iterator[tuple[str, Any]]:
+    """Yield the formats in a checked one that have no others in them, each behind its place.
+
+    Args:
+        format_: as `read` gives it.
+        place: where it stands.
+    """
+    parts = [(f"{place}.content", format_["content"])] if "content" in format_ else []
+    for name in ("elements", "tags"):
+        each = enumerate(format_.get(name, ()))
+        parts += [(f"{place}.{name}[{index}]", one) for index, one in each]
+    for where, one in parts:
+        yield from contents(one, where)
+    if not parts:
+        yield place, format_
 
 
 class _Reader:
@@ -72,6 +118,10 @@ class _Reader:
         self._kinds: Mapping[str, Callable[[Mapping[str, Any], str, int], dict[str, Any]]] = {
             "sequence": self._list,
             "or": self._list,
+            "optional": self._repeated,
+            "plus": self._repeated,
+            "star": self._repeated,
+            "repeat": self._repeated,
             "tag": self._tag,
             "triggered_tags": self._triggered,
             "tags_with_separator": self._separated,
@@ -124,10 +174,17 @@ class _Reader:
         members = self._members(given, place, f"a type of {allowed}")
         kind = members.get("type")
         if not isinstance(kind, str) or kind not in FORMATS:
+            hint = REFUSED.get(kind) if isinstance(kind, str) else None
             raise self._error(
-                f"{place} has the type {_short(kind)}, which is not supported; it is one of "
-                f"{allowed}"
+                f"{place} has the type {_short(kind)}, which is not supported; "
+                f"{hint or 'choose another one'}; the types are {allowed}"
             )
+        silent = SILENT.get(kind, {})
+        members = {
+            name: value
+            for name, value in members.items()
+            if name not in silent or value is not silent[name]
+        }
         needed, others = FORMATS[kind]
         self._check_names(members, place, needed, others)
         return self._kinds.get(kind, self._leaf)(members, place, depth)
@@ -167,6 +224,35 @@ class _Reader:
                 )
         return {"type": given["type"], "elements": elements}
 
+    def _repeated(self, given: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
+        """Return a format that comes several times, whatever its name, as `repeat`."""
+        kind = given["type"]
+        least, most = TIMES[kind] if kind in TIMES else self._times(given, place)
+        content = self._format(given["content"], f"{place}.content", depth + 1)
+        if most != 1 and free_end(content):
+            raise self._error(
+                f"{place}.content ends with free text, whose end nothing tells, and may come "
+                "again; put it into a tag"
+            )
+        return {"type": "repeat", "min": least, "max": most, "content": content}
+
+    def _times(self, given: Mapping[str, Any], place: str) -> tuple[int, int]:
+        """Return how often a format comes, at least and at most."""
+        for name in ("min", "max"):
+            if type(given[name]) is not int:
+                raise self._error(
+                    f"{place}.{name} is {_short(given[name])}; it must be a whole number"
+                )
+        least, most = given["min"], given["max"]
+        if not 0 <= least <= MAX_TIMES or not (most == ENDLESS or 0 < most <= MAX_TIMES):
+            raise self._error(
+                f"{place} comes {_short(least)} to {_short(most)} times; min is 0 to {MAX_TIMES}, "
+                f"and max is 1 to {MAX_TIMES}, or {ENDLESS} for any number"
+            )
+        if most != ENDLESS and most < least:
+            raise self._error(f"{place}.max is {most}, less than min, which is {least}; raise it")
+        return least, most
+
     def _tag(self, given: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
         end = given["end"]
         ends = self._some(end, f"{place}.end") if isinstance(end, list) else [end]
@@ -181,10 +267,14 @@ class _Reader:
         return {"type": "tag", "begin": begin, "content": content, "end": ends}
 
     def _tags(self, given: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
-        """Return what formats of several tags have together."""
+        """Return what formats of several tags have together, whose type goes without saying."""
         where = _at(place, "tags") if place else "structures"
         tags = [
-            self._format(one, f"{where}[{index}]", depth + 1)
+            self._format(
+                {"type": "tag", **one} if isinstance(one, Mapping) else one,
+                f"{where}[{index}]",
+                depth + 1,
+            )
             for index, one in enumerate(self._some(given["tags"], where))
         ]
         for index, tag in enumerate(tags):
@@ -232,7 +322,7 @@ class _Reader:
         """
         kind = given["type"]
         marks = {"trigger": given.get("triggers", ()), "exclude": given.get("excludes", ())}
-        if any(marks.values()):
+        if free_end(given) and any(marks.values()):
             told = [*marks["trigger"], *marks["exclude"], *ends]
             for one, other in permutations(told, 2):
                 if one in other:
@@ -241,8 +331,9 @@ class _Reader:
                         "text; triggers, excludes and the end of the tag around must not contain "
                         "each other"
                     )
-        if kind == "tag":
-            self._check_ends(given["content"], f"{place}.content", tuple(given["end"]))
+        if "content" in given:
+            inner = tuple(given["end"]) if kind == "tag" else ends
+            self._check_ends(given["content"], f"{place}.content", inner)
         for index, one in enumerate(given.get("elements", ())):
             is_last = kind == "or" or index == len(given["elements"]) - 1
             self._check_ends(one, f"{place}.elements[{index}]", ends if is_last else ())

@@ -2,18 +2,27 @@
 
 The library's lexer takes the longest text that fits, and never goes back. So whatever is regular
 (texts, expressions, free text, and what is made of them) is one lexeme together with what ends it,
-and free text ends with the first text that may end it: its lexemes are lazy.
+and free text ends with the first text that may end it: its lexemes are lazy. But what may come
+again is no lexeme where something else stands behind it, which could begin as another time does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from onnxport.errors import RequestError
-from onnxport.serving.structured.structural import free_end
+from onnxport.serving.structured.expression import (
+    ASCII,
+    UnknownSyntaxError,
+    ascii_chars,
+    read_expression,
+)
+from onnxport.serving.structured.structural import ENDLESS, free_end
 
 ANY_TEXT = "(?s:.*)"
+NOTHING = ("",)  # what ends the last format of a text
+OTHERS = ()  # what ends a format that another one stands behind
 MAX_CHARS = 1 << 21  # of a grammar; a request's own are far fewer
 
 
@@ -44,10 +53,13 @@ class TagWriter:
         self._rules: list[str] = []
         self._where = where
         self._num_chars = 0
+        self._rule_of: dict[str, str] = {}  # the names of rules, by what they say
+        self._repeated_as: dict[tuple[int, tuple[str, ...]], str] = {}
+        self._chars_of: dict[str, int] = {}  # the ASCII characters of an expression, as bits
 
     def whole(self, format_: Mapping[str, Any]) -> str:
         """Return the grammar of a text that has a format."""
-        body = self._format(format_, ("",), "")
+        body = self._format(format_, NOTHING, "")
         return "\n".join((f"start: {body}", *self._rules))
 
     def _write(self, rule: str) -> None:
@@ -83,15 +95,15 @@ class TagWriter:
 
         Args:
             format_: the format.
-            ends: [""] where nothing does.
+            ends: the texts; also NOTHING or OTHERS.
             before: "" where there is none.
         """
         if (regular := self._regular(format_, ends)) is not None:
-            lazy = "" not in ends  # a tag ends with the first end
+            lazy = bool(ends) and "" not in ends  # a tag ends with the first end
             return self._lexeme(_joined(self._plain(before), regular), lazy=lazy)
         kind = format_["type"]
         if kind == "or":
-            return _either(self._format(one, ends, before) for one in format_["elements"])
+            return _joined(self._text(before), self._or(format_["elements"], ends))
         if kind == "sequence":
             return self._sequence(format_["elements"], ends, before)
         if kind == "tag":
@@ -100,32 +112,64 @@ class TagWriter:
             return self._triggered(format_, ends, before)
         if kind == "tags_with_separator":
             return self._separated(format_, ends, before)
+        if kind == "repeat":
+            return _joined(self._text(before), self._repeated(format_, ends))
         if kind == "grammar":
             told = f"%lark {{\n{self._grammar(format_['grammar'])}\n}}"
         else:
             told = f"%json {self._schema(format_['json_schema'])}"
-        return self._closed(_joined(self._text(before), self._rule(told)), ends)
+        if told not in self._rule_of:
+            self._rule_of[told] = self._rule(told)
+        return self._closed(_joined(self._text(before), self._rule_of[told]), ends)
+
+    def _or(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str]) -> str:
+        """Return one of some elements, which begin and end alike where others may do so."""
+        ways, closed = [], []
+        for one in elements:
+            if self._may_take(one, ends):
+                ways.append(self._format(one, ends, ""))
+            else:
+                closed.append(self._format(one, OTHERS, ""))
+        return _either([*ways, self._closed(_either(closed), ends)] if closed else ways)
 
     def _sequence(self, elements: Sequence[Mapping[str, Any]], ends: Any, before: str) -> str:
         """Return elements behind each other, those that are regular as one lexeme."""
+        groups: list[list[Mapping[str, Any]]] = []  # from the last one on
+        is_run = False  # whether the group at hand is regular
+        for one in reversed(list(_flat(elements))):
+            behind = NOTHING if is_run else OTHERS if groups else ends
+            is_regular = self._regular(one, behind) is not None
+            if is_regular and is_run:
+                groups[-1].insert(0, one)
+            else:
+                groups.append([one])
+            is_run = is_regular
         parts: list[str] = []
-        run: list[Mapping[str, Any]] = []
-        for index, one in enumerate(elements):
-            is_last = index == len(elements) - 1
-            if self._regular(one, ("",)) is not None:
-                run.append(one)
-            if run and (is_last or run[-1] is not one):
-                joined = {"type": "sequence", "elements": run}
-                closes = is_last and run[-1] is one
-                parts.append(self._format(joined, ends if closes else ("",), before))
-                before = ""
-                if closes:
-                    break
-                run = []
-            if not run:
-                parts.append(self._format(one, ends if is_last else ("",), before))
-                before = ""
+        for index, group in reversed(list(enumerate(groups))):
+            one = group[0] if len(group) == 1 else {"type": "sequence", "elements": group}
+            parts.append(self._format(one, OTHERS if index else ends, "" if parts else before))
         return _joined(*parts)
+
+    def _repeated(self, format_: Mapping[str, Any], ends: Sequence[str]) -> str:
+        """Return a format several times; only where it has to be is the last one with its end.
+
+        Otherwise text that may go on as the end does could not be another time instead.
+        """
+        content, least, most = format_["content"], format_["min"], format_["max"]
+        if not self._may_take(content, ends):
+            return self._closed(f"{self._one(content, OTHERS)}{_times(least, most)}", ends)
+        some = self._one(content, ends)
+        if most != 1:
+            before = _times(max(0, least - 1), max(ENDLESS, most - 1))
+            some = f"{self._one(content, OTHERS)}{before} {some}"
+        return some if least else _or_none(some, self._either_text(ends))
+
+    def _one(self, content: Mapping[str, Any], ends: Sequence[str]) -> str:
+        """Return a format that is repeated, as a rule of its own that is written once."""
+        key = id(content), tuple(ends)
+        if key not in self._repeated_as:
+            self._repeated_as[key] = self._rule(self._format(content, ends, ""))
+        return self._repeated_as[key]
 
     def _tag(self, tag: Mapping[str, Any], before: str, skip: int = 0) -> str:
         """Return a tag behind a text, without the first characters of its beginning."""
@@ -133,15 +177,14 @@ class TagWriter:
 
     def _separated(self, format_: Mapping[str, Any], ends: Sequence[str], before: str) -> str:
         tags, separator = format_["tags"], format_["separator"]
+        if not format_["at_least_one"]:
+            some = self._separated({**format_, "at_least_one": True}, ends, "")
+            return _joined(self._text(before), _or_none(some, self._either_text(ends)))
         first = _either(self._tag(tag, before) for tag in tags)
         more = ""
         if not format_["stop_after_first"]:
             more = f"({_either(self._tag(tag, separator) for tag in tags)})*"
-        some = self._closed(_joined(first, more), ends)
-        if format_["at_least_one"]:
-            return some
-        none = self._either_text([before + end for end in ends])
-        return f"({some})?" if not none else f"({some} | {none})"
+        return self._closed(_joined(first, more), ends)
 
     def _triggered(self, format_: Mapping[str, Any], ends: Sequence[str], before: str) -> str:
         """Return free text with tags; what is in it before a tag ends with the trigger."""
@@ -192,8 +235,39 @@ class TagWriter:
         told = "|".join(map(self._literally, never))
         return f" & ~/{ANY_TEXT}({told}){ANY_TEXT}/" if never else ""
 
+    def _may_take(self, format_: Mapping[str, Any], ends: Sequence[str] | None = None) -> bool:
+        """Whether free text or an expression at the end of a format may take what stands behind.
+
+        Args:
+            format_: the format.
+            ends: what stands behind; None: anything.
+        """
+        kind = format_["type"]
+        if kind == "regex":
+            begins = {end[0] for end in ends if end} if ends is not None else None
+            return self._may_hold(format_["pattern"], begins)
+        if kind == "triggered_tags":
+            return free_end(format_)
+        parts = format_.get("elements", ())
+        if kind == "sequence":
+            parts = _last_ones(parts)
+        elif kind == "repeat" or (kind == "tag" and "" in format_["end"]):
+            parts = [format_["content"]]
+        return kind == "any_text" or any(self._may_take(part, ends) for part in parts)
+
+    def _may_hold(self, pattern: str, chars: Collection[str] | None) -> bool:
+        """Whether a text of an expression may have one of some characters; None: of any."""
+        if chars is None or not all(char.isascii() for char in chars):
+            return True
+        if pattern not in self._chars_of:
+            try:
+                self._chars_of[pattern] = ascii_chars(read_expression(pattern))
+            except UnknownSyntaxError:
+                self._chars_of[pattern] = ASCII
+        return any(self._chars_of[pattern] >> ord(char) & 1 for char in chars)
+
     def _closed(self, told: str, ends: Sequence[str]) -> str:
-        return told if tuple(ends) == ("",) else _joined(told, self._either_text(ends))
+        return _joined(told, self._either_text(ends))
 
     def _either_text(self, texts: Sequence[str]) -> str:
         told = [self._text(text) for text in texts if text]
@@ -206,8 +280,9 @@ class TagWriter:
         return f"/{self._literally(text)}/" if text else ""
 
     def _regular(self, format_: Mapping[str, Any], ends: Sequence[str]) -> str | None:
-        """Return a format and what ends it as one expression; None: it is not regular."""
+        """Return a format and what ends it as one lexeme; None: it is not one."""
         kind = format_["type"]
+        inner: str | None
         told: str | None = None
         if kind == "const_string":
             told = self._plain(format_["value"])
@@ -215,19 +290,67 @@ class TagWriter:
             told = self._regex(format_["pattern"])
         elif kind == "any_text":
             told = f"(/{ANY_TEXT}/{self._without(format_['excludes'])})"
+        elif kind == "repeat" and (ends or self._may_take(format_["content"])):
+            inner = self._regular(format_["content"], NOTHING)
+            told = inner and f"({inner}){_times(format_['min'], format_['max'])}"
         elif kind == "tag" and not free_end(format_["content"]):
             inner = self._regular(format_["content"], format_["end"])
             told = inner and _joined(self._plain(format_["begin"]), inner)
         elif kind in ("sequence", "or"):
-            parts = [self._regular(one, ("",)) for one in format_["elements"]]
+            elements, behind = format_["elements"], NOTHING if ends else OTHERS
+            last = len(elements) - 1 if kind == "sequence" else 0
+            parts = [
+                self._regular(one, NOTHING if index < last else behind)
+                for index, one in enumerate(elements)
+            ]
             known = [part for part in parts if part is not None]
             if len(known) < len(parts):
                 return None
             told = _joined(*known) if kind == "sequence" else _either(known)
-        if told is None or tuple(ends) == ("",):
+        if told is None or tuple(ends) in (NOTHING, OTHERS):
             return told
         closing = [self._literally(end) for end in ends]
         return _joined(told, f"/{'|'.join(closing)}/")
+
+
+def _flat(elements: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield elements of a sequence, those of others in it among them."""
+    for one in elements:
+        if one["type"] == "sequence":
+            yield from _flat(one["elements"])
+        else:
+            yield one
+
+
+def _last_ones(elements: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the elements of a sequence that may be the last one of a text, from the end."""
+    for one in reversed(elements):
+        yield one
+        if not _may_be_empty(one):
+            return
+
+
+def _may_be_empty(format_: Mapping[str, Any]) -> bool:
+    """Whether a format may be the empty text, so far as can be told without its expressions."""
+    kind = format_["type"]
+    if kind == "sequence":
+        return all(map(_may_be_empty, format_["elements"]))
+    if kind == "or":
+        return any(map(_may_be_empty, format_["elements"]))
+    if kind == "repeat":
+        return format_["min"] == 0 or _may_be_empty(format_["content"])
+    if kind in ("triggered_tags", "tags_with_separator"):
+        return not format_["at_least_one"]
+    return kind in ("any_text", "regex")
+
+
+def _times(least: int, most: int) -> str:
+    """Return what stands behind that which comes so many times."""
+    return f"{{{least},{'' if most == ENDLESS else most}}}"
+
+
+def _or_none(some: str, none: str) -> str:
+    return f"({some} | {none})" if none else f"({some})?"
 
 
 def _joined(*parts: str) -> str:

@@ -16,7 +16,7 @@ from onnxport.serving.structured.schema import (
 from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES
 from onnxport.serving.structured.structural import FORMATS as OF_TAGS
 from onnxport.serving.structured.structural import MAX_DEPTH as TAGS_DEEP
-from onnxport.serving.structured.structural import MAX_FORMATS
+from onnxport.serving.structured.structural import MAX_FORMATS, MAX_TIMES, REFUSED, SILENT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text()
 
@@ -45,12 +45,20 @@ def test_formats_of_structural_tags() -> None:
     }
 
 
+def test_what_structural_tags_have_not() -> None:
+    _, section = PAGE.split("## Structural tags")
+    refused = section.split("\n## ")[0].split("\nRefused are: ")[1].split("\nBeside tools")[0]
+    silent = {name for members in SILENT.values() for name in members}
+    assert {*REFUSED, *silent} <= set(re.findall("`([^`]+)`", refused))
+
+
 def test_limits() -> None:
     limits = CompileLimits()
     for number in (
         MAX_CHARS,
         MAX_CHOICES,
         MAX_FORMATS,
+        MAX_TIMES,
         TAGS_DEEP,
         MAX_MULTIPLE,
         limits.max_entries,

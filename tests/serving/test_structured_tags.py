@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,166 +11,42 @@ import pytest
 
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
+from onnxport.serving.structured import compiler
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
-from onnxport.serving.structured.structural import FORMATS, MAX_DEPTH, MAX_FORMATS, MAX_TEXTS
+from onnxport.serving.structured.structural import (
+    FORMATS,
+    MAX_DEPTH,
+    MAX_FORMATS,
+    MAX_TEXTS,
+    MAX_TIMES,
+    REFUSED,
+    SILENT,
+)
 from tests.tiers import examples
 
 from .structured import PROMPT, accepts, compiled, write
-
-DIGIT = {
-    "type": "object",
-    "properties": {"a": {"enum": [1, 2, "</f>"]}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
-JSON = {"type": "json_schema", "json_schema": DIGIT}
-ANY = {"type": "any_text"}
-GRAMMAR = {"type": "grammar", "grammar": 'start: "(" start ")" | "x"'}
-GBNF = {"type": "grammar", "grammar": 'root ::= "(" root ")" | "x"'}
-
-
-def const(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
-
-
-def regex(pattern: str) -> dict[str, Any]:
-    return {"type": "regex", "pattern": pattern}
-
-
-def some(kind: str, *elements: Any) -> dict[str, Any]:
-    return {"type": kind, "elements": list(elements)}
-
-
-def tag(begin: str, content: Any, end: Any) -> dict[str, Any]:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def triggered(triggers: list[str], *tags: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "triggered_tags", "triggers": triggers, "tags": list(tags), **more}
-
-
-def separated(separator: str, *tags: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "tags_with_separator", "separator": separator, "tags": list(tags), **more}
-
-
-def form(format_: Any) -> StructuredOutputs:
-    return StructuredOutputs(structural_tag={"type": "structural_tag", "format": format_})
-
-
-class Reader:
-    """Yields every place where a format may end that begins at a place of a text."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def fits(self, format_: Any) -> bool:
-        return len(self.text) in set(self.read(format_, 0))
-
-    def read(self, one: Mapping[str, Any], at: int) -> Iterator[int]:
-        yield from getattr(self, one["type"])(one, at)
-
-    def const_string(self, one: Any, at: int) -> Iterator[int]:
-        if self.text.startswith(one["value"], at):
-            yield at + len(one["value"])
-
-    def json_schema(self, one: Any, at: int) -> Iterator[int]:
-        begin = re.compile(r"[ \t\r\n]*").match(self.text, at)
-        assert begin is not None
-        try:
-            value, end = json.JSONDecoder().raw_decode(self.text, begin.end())
-        except ValueError:
-            return
-        if isinstance(value, dict) and value.keys() == {"a"} and value["a"] in (1, 2, "</f>"):
-            behind = len(self.text[end:]) - len(self.text[end:].lstrip(" \t\r\n"))
-            yield from range(end, end + behind + 1)
-
-    def regex(self, one: Any, at: int) -> Iterator[int]:
-        for end in range(at, len(self.text) + 1):
-            if re.fullmatch(one["pattern"], self.text[at:end]):
-                yield end
-
-    def grammar(self, one: Any, at: int) -> Iterator[int]:
-        found = re.compile(r"(\(*)x(\)*)").match(self.text, at)
-        if found and len(found[2]) >= len(found[1]):
-            yield found.end(1) + 1 + len(found[1])
-
-    def any_text(self, one: Any, at: int) -> Iterator[int]:
-        return self._free(at, one.get("excludes", ()))
-
-    def _free(self, at: int, never: Any) -> Iterator[int]:
-        for end in range(at, len(self.text) + 1):
-            if any(each in self.text[at:end] for each in never):
-                return
-            yield end
-
-    def sequence(self, one: Any, at: int) -> Iterator[int]:
-        ends = {at}
-        for each in one["elements"]:
-            ends = {end for begin in ends for end in self.read(each, begin)}
-        yield from ends
-
-    def tag(self, one: Any, at: int) -> Iterator[int]:
-        if not self.text.startswith(one["begin"], at):
-            return
-        closing = [one["end"]] if isinstance(one["end"], str) else one["end"]
-        at += len(one["begin"])
-        is_free = ANY in (one["content"], *one["content"].get("elements", ()))
-        for end in set(self.read(one["content"], at)):
-            for close in closing:
-                if not self.text.startswith(close, end):
-                    continue
-                if is_free and any(
-                    each in self.text[at : end + len(close) - 1] for each in closing
-                ):
-                    continue
-                yield end + len(close)
-
-    def _tags(self, one: Any, at: int) -> set[int]:
-        return {end for each in one["tags"] for end in self.tag(each, at)}
-
-    def triggered_tags(self, one: Any, at: int) -> Iterator[int]:
-        once = one.get("stop_after_first", False)
-        behind, done = ([at], {at}) if not one.get("at_least_one") else ([], set[int]())
-        if one.get("at_least_one"):
-            first = self._tags(one, at)
-            if once:
-                yield from first
-                return
-            behind, done = list(first), set(first)
-        while behind:
-            begin = behind.pop()
-            for end in self._free(begin, (*one["triggers"], *one.get("excludes", ()))):
-                yield end
-                if any(self._is_trigger(each, one, begin, end) for each in one["triggers"]):
-                    new = self._tags(one, end) - done
-                    if once:
-                        yield from new
-                    else:
-                        behind += new
-                        done |= new
-
-    def _is_trigger(self, trigger: str, one: Any, begin: int, at: int) -> bool:
-        """Whether a trigger stands at a place, and is the first one that is complete."""
-        before = self.text[begin : at + len(trigger) - 1]
-        is_first = not any(each in before for each in one["triggers"])
-        return is_first and self.text.startswith(trigger, at)
-
-    def tags_with_separator(self, one: Any, at: int) -> Iterator[int]:
-        if not one.get("at_least_one"):
-            yield at
-        behind = list(self._tags(one, at))
-        yield from behind
-        while behind and not one.get("stop_after_first"):
-            begin = behind.pop()
-            if self.text.startswith(one["separator"], begin):
-                new = self._tags(one, begin + len(one["separator"]))
-                yield from new
-                behind += new
-
-
-setattr(Reader, "or", lambda self, one, at: (e for o in one["elements"] for e in self.read(o, at)))
+from .tag_formats import (
+    ANY,
+    DIGIT,
+    GBNF,
+    GRAMMAR,
+    JSON,
+    Formats,
+    Reader,
+    const,
+    form,
+    often,
+    regex,
+    repeat,
+    separated,
+    some,
+    tag,
+    triggered,
+)
 
 F = tag("<f>", JSON, "</f>")
+H = tag("<h>", ANY, "</h>")
+F1 = '<f>{"a":1}</f>'
 G = tag("<g>", regex("[a-c]{1,3}"), "</g>")
 # A format, texts that have it, texts that have not.
 CASES: list[tuple[Any, list[str], list[str]]] = [
@@ -222,6 +96,69 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         ["<g>a</g>"],
         ["", "<g>a</g>,<g>a</g>"],
     ),
+    (often("optional", const("a")), ["", "a"], ["aa", "b"]),
+    (often("plus", regex("[a-c];")), ["a;", "a;b;c;"], ["", "a;b"]),
+    (often("star", JSON), ["", '{"a":1}{"a":2}'], ['{"a":1}{"a":3}']),
+    (repeat(2, 3, const("ab")), ["abab", "ababab"], ["ab", "abababab", "aba"]),
+    (repeat(2, 2, F), ['<f>{"a":1}</f><f>{"a":2}</f>'], ['<f>{"a":1}</f>']),
+    (repeat(0, 2, G), ["", "<g>a</g><g>b</g>"], ["<g>a</g><g>b</g><g>c</g>"]),
+    (repeat(2, -1, G), ["<g>a</g>" * 2, "<g>a</g>" * 9], ["", "<g>a</g>"]),
+    (often("optional", ANY), ["", "x\ny"], []),
+    (tag("<t>", often("optional", some("sequence", JSON, ANY)), ";"), ["<t>;"], ["<t>x;", "<t>"]),
+    (tag("t", often("optional", triggered(["<g"], G)), "</t>"), ["t</t>", "ta<g>b</g></t>"], ["t"]),
+    (tag("<t>", often("star", F), "</t>"), ["<t></t>", '<t><f>{"a":1}</f></t>'], ["<t>", "</t>"]),
+    (tag("[t]", repeat(0, 2, JSON), ["[/t]", ""]), ["[t]", '[t]{"a":1}[/t]'], ["[t][t]"]),
+    # What comes again, what follows, and what ends all, begin alike.
+    (
+        tag("<a>", often("plus", some("sequence", F, regex("\n*"))), "</a>"),
+        ['<a><f>{"a":1}</f>\n<f>{"a":1}</f>\n\n</a>', '<a><f>{"a":2}</f></a>'],
+        ["<a></a>", '<a>\n<f>{"a":1}</f></a>'],
+    ),
+    (
+        some("sequence", often("star", G), tag("<go>", ANY, "</go>")),
+        ["<g>a</g><g>b</g><go></go>", "<go>x</go>"],
+        ["<g>a</g>", "<g>a</g><go>"],
+    ),
+    (
+        tag("<a>", some("or", often("star", G), often("plus", F), separated("<", F)), "</a>"),
+        ["<a></a>", "<a><g>a</g><g>b</g></a>", '<a><f>{"a":1}</f></a>', f"<a>{F1}<{F1}</a>"],
+        ["<a><g>a</g><f></a>", "<a><</a>"],
+    ),
+    (  # so does one that may be the last
+        tag("<a>", some("or", some("sequence", regex("[^;]*"), often("star", const("x"))), F), "]"),
+        ["<a>]", "<a>abxx]", f"<a>{F1}]"],
+        ["<a>;]", "<a>"],
+    ),
+    (
+        tag("<a>", some("or", const("x"), some("sequence", const("x"), H)), "</a>"),
+        ["<a>x</a>", "<a>x<h>y</h></a>"],
+        ["<a><h></h></a>"],
+    ),
+    (
+        tag("<a>", some("sequence", separated(",", G), H), "</a>"),
+        ["<a><h></h></a>", "<a><g>a</g>,<g>b</g><h>y</h></a>"],
+        ["<a></a>", "<a><g>a</g></a>"],
+    ),
+    (
+        some("sequence", some("sequence", JSON, regex("[a-c]+")), const("b!"), JSON),
+        ['{"a":1}abb!{"a":1}'],
+        ['{"a":1}b!{"a":1}'],
+    ),
+    (
+        tag("<", triggered(["<f"], F, at_least_one=True, stop_after_first=True), ""),
+        [f"<{F1}"],
+        ["<", f"<{F1}x"],
+    ),
+    (
+        tag("<a>", often("plus", some("sequence", JSON, regex("[^;]*"))), "»"),
+        ['<a>{"a":1}x»', '<a>{"a":1}»'],
+        ["<a>»", '<a>{"a":1};»'],
+    ),
+    (  # an expression that may be what ends the tag ends with the first of these
+        tag("<a>", repeat(1, 2, some("sequence", JSON, regex("[a-z<]*"))), "<b>"),
+        ['<a>{"a":1}<b>', '<a>{"a":1}a<{"a":2}bb<b>'],
+        ["<a><b>", '<a>{"a":1}{"a":1}{"a":1}<b>'],
+    ),
     (
         some("sequence", tag("<think>", ANY, "</think>"), triggered(["<f"], F)),
         ["<think>a</think>b", '<think></think><f>{"a":1}</f>'],
@@ -244,64 +181,77 @@ def test_a_format(format_: Any, right: list[str], wrong: list[str]) -> None:
     for text in whole:
         assert Reader(text).fits(format_), text
     # Some ends have to be spelled, which a random model does not do.
-    assert whole or re.search("</t>|</think>|abc", str(format_))
-
-
-class Maker:
-    """Makes random formats."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-
-    def format(self, depth: int, is_last: bool) -> Any:
-        """Return a format; only the last one of a sequence may end with free text."""
-        kinds = ["const_string", "json_schema", "regex", "grammar"]
-        kinds += ["any_text"] if is_last else []
-        if depth:
-            kinds += ["sequence", "or", "tag", "tags_with_separator"]
-            kinds += ["triggered_tags"] if is_last else []
-        match self.rng.choice(kinds):
-            case "const_string":
-                return const(self.rng.choice(["a", "b<", '"]']))
-            case "json_schema":
-                return JSON
-            case "regex":
-                return regex(self.rng.choice(["[a-c]", "a?b", "[0-9]{1,2}", "x|xy"]))
-            case "grammar":
-                return self.rng.choice([GRAMMAR, GBNF])
-            case "any_text":
-                return ANY
-            case "sequence":
-                first, last = self.format(depth - 1, False), self.format(depth - 1, is_last)
-                return some("sequence", first, last)
-            case "or":
-                return some("or", *(self.format(depth - 1, is_last) for _ in range(2)))
-            case "tag":
-                return self.tag(depth, "<")
-            case "tags_with_separator":
-                more = {"at_least_one": self.rng.random() < 0.5}
-                return separated(",", *(self.tag(depth, "<") for _ in range(2)), **more)
-            case _:
-                more = {name: self.rng.random() < 0.3 for name in ("stop_after_first",)}
-                more["at_least_one"] = self.rng.random() < 0.3
-                return triggered(["{", "("], self.tag(depth, "{"), self.tag(depth, "("), **more)
-
-    def tag(self, depth: int, begin: str) -> Any:
-        begin += self.rng.choice(["", "a", "ab"])
-        return tag(begin, self.format(depth - 1, True), self.rng.choice(["]", "]}", "}"]))
+    assert whole or re.search("</t>|</think>|</go>|</a>|<b>|»|abc", str(format_))
 
 
 @pytest.mark.parametrize("seed", range(examples(60)))
-def test_random_formats(seed: int) -> None:
-    format_ = Maker(seed).format(3, is_last=True)
+def test_a_random_model_writes_what_random_formats_say(seed: int) -> None:
+    format_ = Formats(seed, is_clear=False).format(3)
     grammar = compiled(form(format_))
     for again in range(4):
-        text = write(grammar.sequence(len(PROMPT)), again, most=80, patience=8)
+        text = write(grammar.sequence(len(PROMPT)), again, most=90, patience=10)
         assert text is None or Reader(text).fits(format_), (text, format_)
+
+
+@pytest.mark.parametrize("seed", range(examples(150)))
+def test_what_random_formats_say_may_be_written(seed: int) -> None:
+    """And what is nearly the same is not, unless it says the same."""
+    formats = Formats(seed, is_clear=True)
+    format_ = formats.format(4 if seed % 4 == 0 else 3)
+    grammar = compiled(form(format_))
+    for _ in range(3):
+        text = formats.text(format_)
+        assert Reader(text).fits(format_), (text, format_)
+        assert accepts(grammar, text), (text, format_)
+        for near in formats.near(text, 4):
+            assert not accepts(grammar, near) or Reader(near).fits(format_), (near, format_)
 
 
 def test_every_format_is_tested() -> None:
     assert {format_["type"] for format_, _, _ in CASES} == FORMATS.keys()
+
+
+def test_a_tag_among_tags_needs_no_type() -> None:
+    bare = {name: value for name, value in G.items() if name != "type"}
+    assert form(triggered(["<"], bare, F)) == form(triggered(["<"], G, F))
+    assert form(separated(",", bare)) == form(separated(",", G))
+    with pytest.raises(RequestError, match=r"format\.content has the type None"):
+        form(tag("a", bare, "b"))
+
+
+def test_members_that_say_nothing_are_as_left_out() -> None:
+    for kind, members in SILENT.items():
+        plain = {"any_text": ANY, "json_schema": JSON}[kind]
+        assert form({**plain, **members}) == form(plain)
+        for name in members:
+            with pytest.raises(RequestError, match=f"format has '{name}'; it needs"):
+                form({**plain, name: 0})
+
+
+@pytest.mark.parametrize(
+    ("format_", "place"),
+    [
+        (triggered(["<"], F, G, tag("<n>", regex(r"[^\s\S]"), "</n>")), "tags[2].content"),
+        (separated(",", F, tag("<n>", regex(r"a[^\s\S]"), "</n>")), "tags[1].content"),
+        (triggered(["<"], tag("<n>", {**JSON, "json_schema": False}, "</n>")), "tags[0].content"),
+        (
+            triggered(["<"], F, tag("<n>", {**GRAMMAR, "grammar": "start: b"}, "")),
+            "tags[1].content",
+        ),
+        (triggered(["<"], F, tag("<n>", {**GRAMMAR, "grammar": "%llguidance {}"}, "")), "tags[1]"),
+        (triggered(["<"], F, tag("<n>", {**GBNF, "grammar": "root ::= ("}, "")), "tags[1].content"),
+        (triggered(["<"], F, tag("<n>", regex("("), "")), "tags[1].content"),
+        (some("sequence", const("a"), regex(r"[^\s\S]")), "elements[1]"),
+        (often("star", some("or", const("a"), regex(r"[^\s\S]"))), "content.elements[1]"),
+    ],
+)
+def test_a_content_that_nothing_fits_is_refused_with_its_place(format_: Any, place: str) -> None:
+    for thought in (None, Thought(opens=("<think>",), closes=("</think>",))):
+        with pytest.raises(RequestError) as caught:
+            compiled(replace(form(format_), thought=thought))
+        assert f"format.{place}" in str(caught.value)
+        assert re.search("no text fits|cannot be compiled|remove them|GBNF", str(caught.value))
+        assert caught.value.param == "structured_outputs.structural_tag"
 
 
 OLDER = {
@@ -344,7 +294,8 @@ def test_behind_reasoning() -> None:
     [
         ([], "format is []"),
         ({}, "has the type None"),
-        ({"type": "qwen_xml_parameter", "json_schema": {}}, "it is one of const_string, "),
+        ({"type": "xml"}, "has the type 'xml', which is not supported; choose another one"),
+        *(({"type": kind}, f"{hint}; the types are const") for kind, hint in REFUSED.items()),
         ({"type": ["tag"]}, "has the type ['tag']"),
         ({"type": "regex", "pattern": "a", "flags": "i"}, "format has 'flags'; it needs pattern"),
         ({"type": "tag", "begin": "a", "end": "b"}, "format lacks 'content'"),
@@ -375,6 +326,22 @@ def test_behind_reasoning() -> None:
         (triggered(["<f"], F, excludes=["f"]), "'f' is a part of '<f'"),
         (tag("a", triggered(["<"], F), "</a>"), "in format.content '<' is a part of '</a>'"),
         (tag("a", {**ANY, "excludes": ["b"]}, "b!"), "'b' is a part of 'b!'"),
+        (
+            often("star", ANY),
+            "format.content ends with free text, whose end nothing tells, and may",
+        ),
+        (often("plus", some("sequence", JSON, ANY)), "format.content ends with free text"),
+        (repeat(0, 2, triggered(["<"], F)), "format.content ends with free text"),
+        (some("sequence", often("optional", ANY), const("a")), "format.elements[0] ends with free"),
+        ({"type": "star", "contents": ANY}, "format has 'contents'; it needs content"),
+        ({"type": "repeat", "content": JSON}, "format lacks 'min'"),
+        (repeat(True, 1, JSON), "format.min is True; it must be a whole number"),
+        (repeat(0, 1.0, JSON), "format.max is 1.0; it must be a whole number"),
+        (repeat(-1, 1, JSON), "format comes -1 to 1 times; min is 0 to"),
+        (repeat(0, 0, JSON), "format comes 0 to 0 times; min is 0 to"),
+        (repeat(0, MAX_TIMES + 1, JSON), f"max is 1 to {MAX_TIMES}, or -1 for any number"),
+        (repeat(MAX_TIMES + 1, -1, JSON), f"min is 0 to {MAX_TIMES}"),
+        (repeat(3, 2, JSON), "format.max is 2, less than min, which is 3"),
         (separated(1, F), "format.separator is 1"),  # type: ignore[arg-type]
         (some("or", *[const("a")] * MAX_FORMATS), f"more than {MAX_FORMATS}"),
     ],
@@ -424,6 +391,20 @@ def test_what_is_too_long_as_it_is_enforced_alone() -> None:
     assert it.value.param == "structured_outputs.structural_tag"
 
 
+def test_contents_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(grammar: str, *rest: Any) -> Any:
+        made.append(grammar)
+        return matcher(grammar, *rest)
+
+    matcher = compiler._matcher
+    monkeypatch.setattr(compiler, "_matcher", counted)
+    compiled(form(triggered(["<"], *[tag(f"<{number}>", JSON, "") for number in range(9)])))
+    assert len(made) == 2  # it alone, and all together
+    assert made[1].count("%json") == 1
+
+
 def test_depth() -> None:
     format_: Any = const("x")
     for _ in range(MAX_DEPTH):
@@ -451,7 +432,8 @@ def test_lists_of_texts_are_short() -> None:
 
 def test_a_grammar_that_grows_is_refused() -> None:
     ends = [f"{number:0400}" for number in range(MAX_TEXTS)]
-    spec = form(tag("<", some("or", *[JSON] * 400), ends))
+    expressions = [regex(f".{number}") for number in range(400)]
+    spec = form(tag("<", some("or", JSON, *expressions), ends))
     with pytest.raises(RequestError, match="makes a grammar of more than") as caught:
         compiled(spec)
     assert caught.value.param == "structured_outputs.structural_tag"
