@@ -24,7 +24,6 @@ from tests.tiers import every
 
 from .conftest import command, onnxport
 
-pytestmark = pytest.mark.timeout(120)
 COMMANDS = ["export", "generate", "chat", "serve", "verify", "bench", "devices", "version"]
 
 

@@ -22,8 +22,6 @@ from onnxport.providers.null import NullModel, NullOptions
 
 from .conftest import SMALL, command, onnxport, serving, write_checkpoint
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_cache_with_windows_holds_at_least_what_fits_for_certain() -> None:
     limits = NullModel(NullOptions(num_blocks=9, block_size=16)).capabilities
