@@ -21,6 +21,7 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.worker import AsyncEngine
 from tests.serving.helpers import Clock, alone, checked_step, null_engine, null_model, submit
 from tests.serving.watch import Watch
+from tests.waiting import until
 
 STEPS = 5_000  # of each run
 SAMPLE = 4  # the tokens of every fourth request are checked
@@ -277,9 +278,9 @@ async def test_hundreds_of_clients_that_come_and_go() -> None:
             if result is not None and not isinstance(result, asyncio.CancelledError)
         ]
         assert not problems, problems[0]
-        async with asyncio.timeout(10):
-            while worker.stats().num_requests_running + worker.stats().num_requests_waiting:
-                await asyncio.sleep(0.005)
+        await until(
+            lambda: not worker.stats().num_requests_running + worker.stats().num_requests_waiting
+        )
         stats = worker.stats()
         assert worker.healthy
         assert stats.num_free_blocks == stats.num_blocks

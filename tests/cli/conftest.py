@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.waiting import PATIENCE_S, let_httpx_wait
+
 from ..http.scripted import SPECIAL, write_tokenizer
 
 # A trial would choose between providers whose texts differ.
@@ -40,6 +42,11 @@ CONFIG = {
     "bos_token_id": None,
     "eos_token_id": VOCAB - 3,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_clients() -> None:
+    let_httpx_wait()
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -69,7 +76,7 @@ def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[str, l
         yield address, said
     finally:
         process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=30)
+        _, rest = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, rest) == (0, "")
 
 
@@ -82,7 +89,7 @@ def onnxport(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, **environment},
     )

@@ -27,7 +27,6 @@ from onnxport.serving.engine import Engine
 from ..serving.helpers import null_engine
 from .conftest import SMALL, onnxport, serving
 
-pytestmark = pytest.mark.timeout(120)
 FEW = (*SMALL[2:], "--provider", "cpu")
 SUMMARY = {"num_requests", "num_completed", "num_failed", "errors", "output_tokens", "ttft_s"}
 

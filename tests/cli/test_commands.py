@@ -21,10 +21,10 @@ from onnxport.cli import main
 from onnxport.cli.cache import cache_folder, cache_folder_if_any
 from onnxport.errors import ExportError
 from tests.tiers import every
+from tests.waiting import PATIENCE_S
 
 from .conftest import command, onnxport
 
-pytestmark = pytest.mark.timeout(120)
 COMMANDS = ["export", "generate", "chat", "serve", "verify", "bench", "devices", "version"]
 
 
@@ -268,14 +268,15 @@ def test_chat_in_a_terminal(artifact: Path) -> None:
     assert "/exit" in read_prompt()
     os.write(leader, b"hello\n")
     assert "hello" in read_prompt()
-    # A signal between readline's prompt and its wait is seen at the next key only (CPython's
-    # readline module checks for signals when the wait is interrupted), so press Ctrl-C again.
-    for _ in range(4):
-        os.write(leader, b"\x03")
+    os.write(leader, b"\x03")
+    # A signal between readline's prompt and its wait is seen when the line ends (CPython's
+    # readline module checks for signals when the wait is interrupted), so press Enter then.
+    while chat.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             chat.wait(timeout=5)
             break
-    assert chat.poll() == 130
+        os.write(leader, b"\n")
+    assert chat.returncode == 130
     os.close(leader)
 
 
@@ -294,7 +295,7 @@ def test_signals(artifact: Path, number: int, code: int) -> None:
     assert chat.stderr is not None
     chat.stderr.readline()  # it is ready
     chat.send_signal(number)
-    _, err = chat.communicate(timeout=20)
+    _, err = chat.communicate(timeout=PATIENCE_S)
     assert (chat.returncode, err.strip()) == (code, "")
 
 

@@ -18,8 +18,6 @@ from onnxport.providers.ort_devices import ExecutionDevice, OnnxRuntime
 
 from .conftest import onnxport
 
-pytestmark = pytest.mark.timeout(120)
-
 GPU = Probe(
     True,
     "",

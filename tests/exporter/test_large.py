@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.families import find_family
 from onnxport.exporter.plan import plan_weights
 from onnxport.graphs.artifact import Artifact
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 MEASURE = """
@@ -64,7 +64,7 @@ def test_published_shapes_are_understood(shape: str, tmp_path: Path) -> None:
 def test_the_benchmarks_checkpoint_exports(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--layers", "3", str(tmp_path / "checkpoint")]
     script = ROOT / "benchmarks" / "make_checkpoint.py"
-    subprocess.run([sys.executable, str(script), *arguments], check=True, timeout=120)
+    subprocess.run([sys.executable, str(script), *arguments], check=True, timeout=PATIENCE_S)
     path = export_model(tmp_path / "checkpoint", tmp_path / "artifact")
     assert Artifact.read(path).manifest.model.num_layers == 3
     with np.load(path / "golden.npz") as golden:
@@ -88,7 +88,7 @@ def test_memory_does_not_grow_with_the_model(precision: str, tmp_path: Path) -> 
             check=True,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=PATIENCE_S,
         )
         sizes_kib.append(int(result.stdout))
     assert (tmp_path / "checkpoint24" / "model.safetensors").stat().st_size > 600 << 20
@@ -101,13 +101,10 @@ def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None
     folder = make(tmp_path / "checkpoint", hidden_size=1024, intermediate_size=8192)
     arguments = [sys.executable, "-m", "onnxport", "export", str(folder), str(tmp_path / "out")]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    deadline_s = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.*.partial")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
+    wait_until(lambda: list(tmp_path.glob(".out.*.partial")) or process.poll() is not None)
+    assert process.poll() is None
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode not in (0, None)
     assert "Traceback" not in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.waiting import PATIENCE_S, let_httpx_wait, wait_until
+
 SCRIPT = Path(__file__).with_name("scripted.py")
-STOP_TIMEOUT_S = 30
-WAIT_TIMEOUT_S = 10
 
 
 @dataclass
@@ -35,35 +34,59 @@ class RunningServer:
 
     def wait_for(self, **wanted: int) -> dict[str, Any]:
         """Return the engine's counters once they are as `wanted`."""
-        deadline = time.monotonic() + WAIT_TIMEOUT_S
-        while time.monotonic() < deadline:
-            stats: dict[str, Any] = self.health()["engine"]
+        stats: dict[str, Any] = {}
+
+        def is_so() -> bool:
+            stats.update(self.health()["engine"])
             found = {**stats, **stats["finished"]}
-            if all(found[name] == value for name, value in wanted.items()):
-                return stats
-            time.sleep(0.02)
-        raise AssertionError(f"wanted {wanted}, found {stats}")
+            return all(found[name] == value for name, value in wanted.items())
+
+        try:
+            wait_until(is_so)
+        except AssertionError as error:
+            raise AssertionError(f"wanted {wanted}, found {stats}") from error
+        return stats
 
     def wait_for_refusal(self) -> None:
         """Return once the server accepts no connections."""
-        host, port = self.url.removeprefix("http://").split(":")
-        deadline = time.monotonic() + WAIT_TIMEOUT_S
-        while time.monotonic() < deadline:
+
+        def refuses() -> bool:
             try:
-                socket.create_connection((host, int(port))).close()
+                socket.create_connection(self._address).close()
             except ConnectionRefusedError:
-                return
-            time.sleep(0.02)
-        raise AssertionError("the server still accepts connections")
+                return True
+            return False
+
+        wait_until(refuses)
+
+    @contextmanager
+    def asking(self, path: str, body: Mapping[str, Any]) -> Iterator[socket.socket]:
+        """Send a request; give its connection, which may be closed at any time."""
+        content = json.dumps(body).encode()
+        host = self.url.removeprefix("http://")
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(self._address) as connection:
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            yield connection
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
         """Send a signal; return the exit code and what was printed."""
         self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=STOP_TIMEOUT_S)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
 
 
 StartServer = Callable[..., RunningServer]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_clients() -> None:
+    let_httpx_wait()
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +115,7 @@ def _servers(model_folder: Path) -> Iterator[StartServer]:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         if not address:
-            _, err = process.communicate(timeout=STOP_TIMEOUT_S)
+            _, err = process.communicate(timeout=PATIENCE_S)
             pytest.fail(f"the server did not start: {err}")
         return RunningServer(address, process)
 

@@ -44,6 +44,7 @@ CHAT_TEMPLATE = """{% for t in tools or [] %}{{ t | tojson }}
 {% endif %}"""
 MODEL = "null"
 BEGINS = ("<|im_start|>", "assistant\n")  # how the template begins an answer
+FAR_AHEAD_S = 1e6
 
 
 def say(text: str) -> str:
@@ -113,15 +114,29 @@ def _taken(settings: dict[str, Any], options: Any) -> dict[str, Any]:
     return {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
 
 
-def _held(path: Path) -> Callable[[int], bool]:
-    """Let all steps but the first wait while a file is there; none fails."""
+def _faults(settings: dict[str, Any]) -> dict[str, Callable[[int], bool]]:
+    """Take the settings that say when steps fail, wait, or lose the device.
+
+    fail_after is the first run that fails. While the file hold is there, runs wait, from number
+    held_from on, by default the second. lost_at is an operation, or a file: from when it is there.
+    """
+    fail_after, hold = settings.pop("fail_after", None), settings.pop("hold", None)
+    held_from, lost_at = settings.pop("held_from", 1), settings.pop("lost_at", None)
 
     def fails(run: int) -> bool:
-        while run > 0 and path.exists():
+        while hold is not None and run >= held_from and Path(hold).exists():
             time.sleep(0.005)
-        return False
+        return fail_after is not None and run >= fail_after
 
-    return fails
+    def is_lost(operation: int) -> bool:
+        return Path(lost_at).exists() if isinstance(lost_at, str) else operation == lost_at
+
+    return {"fails": fails, "lost_at": is_lost}
+
+
+def _late(path: Path) -> Callable[[], float]:
+    """Return a clock that is far ahead of the time from when a file is there."""
+    return lambda: time.monotonic() + (FAR_AHEAD_S if path.exists() else 0.0)
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
@@ -136,29 +151,24 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
     app_options = _taken(settings, AppOptions)
     config = {"seed": 1} | _taken(settings, EngineConfig)
-    fail_after = settings.pop("fail_after", None)
-    if fail_after is not None:
-        settings["fails"] = lambda run: run >= fail_after
-    hold = settings.pop("hold", None)  # a file; while it is there, steps wait
-    if hold is not None:
-        settings["fails"] = _held(Path(hold))
+    faults = _faults(settings)
+    late = settings.pop("late", None)  # a file; once it is there, all deadlines have passed
+    clock = time.monotonic if late is None else _late(Path(late))
     begins, ends = settings.pop("begins", BEGINS), settings.pop("ends", SPECIAL[1:2])
     tokenizer = ServingTokenizer.from_folder(folder, frozenset(), settings.pop("texts", ()))
     ids = map(tokenizer.token_to_id, ends)
     tokenizer.eos_token_ids = frozenset(one for one in ids if one is not None)
     base = settings.pop("base", None)  # what adapters have to fit, an ArchSpec
     fallback = settings.pop("fallback", None)
-    lost_at = settings.pop("lost_at", None)
-    if lost_at is not None:
-        settings["lost_at"] = lambda operation: operation == lost_at
     given = {"vocab_size": tokenizer.vocab_size, "num_blocks": 512}
-    model = ScriptedModel(NullOptions(**given | settings), tokenizer, begins, ends[0])
+    model = ScriptedModel(NullOptions(**given | faults | settings), tokenizer, begins, ends[0])
     standby = Standby()
     if fallback is not None:
         spare = ScriptedModel(NullOptions(**given | fallback), tokenizer)
         standby = Standby((Fallback("spare", lambda: spare),))
     spec = None if base is None else ArchSpec.from_json(base)
-    started = Engine(model, tokenizer, EngineConfig(**config), standby=standby, base=spec)
+    settled = EngineConfig(**config)
+    started = Engine(model, tokenizer, settled, clock=clock, standby=standby, base=spec)
     engine = AsyncEngine(started)
     app = create_app(engine, MODEL, ChatTemplate.read(folder), AppOptions(**app_options))
     with bind("127.0.0.1", 0) if uds is None else unix_socket(uds) as sock:

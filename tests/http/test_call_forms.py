@@ -16,8 +16,6 @@ from tests.serving.structured import accepts, compiled
 from .conftest import RunningServer
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def client(server: RunningServer) -> Any:

@@ -15,8 +15,6 @@ from openai import AsyncOpenAI, OpenAI
 from .conftest import RunningServer
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
-
 TOOL = {
     "type": "function",
     "function": {

@@ -22,7 +22,6 @@ from .fake import Client, FakeEngine, events
 from .scripted import MODEL, say
 from .test_errors import error_of
 
-pytestmark = pytest.mark.timeout(60)
 ENDPOINTS = {
     "/v1/completions": {"prompt": "ab"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "ab"}]},

@@ -14,8 +14,6 @@ from openai import AsyncOpenAI, OpenAI
 from .conftest import RunningServer
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def client(server: RunningServer) -> Any:

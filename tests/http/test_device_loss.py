@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,30 +19,32 @@ from tests.tiers import every
 from .conftest import RunningServer, StartServer
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
 TEXTS = [chr(ord("a") + index) * (60 + index) for index in range(5)]
+LONG_TEXTS = [text * 10 for text in TEXTS]
+AllTexts = list[Future[str | Exception]]
 
 
-def stream_all(server: RunningServer) -> list[str | Exception]:
-    """Stream all texts at once, the first as a chat; return each as it came, or its error."""
+@contextmanager
+def streaming(server: RunningServer, texts: Sequence[str] = TEXTS) -> Iterator[AllTexts]:
+    """Stream all texts at once, the first as a chat; give each as it comes, or its error."""
 
     def stream(text: str) -> str | Exception:
         with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
             try:
-                if text == TEXTS[0]:
+                if text == texts[0]:
                     chat: Any = client.chat.completions.create(
                         model=MODEL, messages=[{"role": "user", "content": say(text)}], stream=True
                     )
                     return "".join(one.choices[0].delta.content or "" for one in chat)
                 chunks = client.completions.create(
-                    model=MODEL, prompt=say(text), max_tokens=200, stream=True
+                    model=MODEL, prompt=say(text), max_tokens=1000, stream=True
                 )
                 return "".join(one.choices[0].text for one in chunks)
             except openai.APIError as error:
                 return error
 
-    with ThreadPoolExecutor(len(TEXTS)) as pool:
-        return list(pool.map(stream, TEXTS))
+    with ThreadPoolExecutor(len(texts)) as pool:
+        yield [pool.submit(stream, text) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,8 @@ def test_streams_go_on_with_the_same_text(
     fallback = {"block_size": 32, "num_blocks": 64, "max_batch_rows": 3}
     server = start_server(lost_at=25, latency_s=0.005, fallback=fallback, **options)
     assert server.health()["losses"] == []
-    assert stream_all(server) == TEXTS
+    with streaming(server) as found:
+        assert [one.result() for one in found] == TEXTS
     body = server.health()
     [loss] = body["losses"]
     assert (body["status"], body["provider"], body["device"]) == ("ok", "null", "none")
@@ -74,16 +80,22 @@ def test_streams_go_on_with_the_same_text(
 
 
 @pytest.mark.slow
-def test_without_a_fallback_each_stream_gets_one_error(start_server: StartServer) -> None:
-    server = start_server(lost_at=50, latency_s=0.01)  # after all have begun
-    for error in stream_all(server):
-        assert isinstance(error, openai.APIError)
-        assert "was lost" in str(error)
-        assert "--fallback" in str(error)
+def test_without_a_fallback_each_stream_gets_one_error(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    lost = tmp_path / "lost"
+    server = start_server(lost_at=str(lost), latency_s=0.05)
+    with streaming(server, LONG_TEXTS) as found:
+        server.wait_for(num_requests_running=len(TEXTS))
+        lost.touch()
+        for error in [one.result() for one in found]:
+            assert isinstance(error, openai.APIError)
+            assert "was lost" in str(error)
+            assert "--fallback" in str(error)
     health = httpx.get(f"{server.url}/health")
     body = health.json()
     assert (health.status_code, body["status"]) == (503, "failed")
-    assert "the device none (null) was lost: operation 50" in body["reason"]
+    assert "the device none (null) was lost: operation " in body["reason"]
     assert body["engine"]["finished"]["error"] == len(TEXTS)
     assert [loss["replaced_by"] for loss in body["losses"]] == [None]
     for stream in (False, True):

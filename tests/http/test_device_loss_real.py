@@ -32,8 +32,8 @@ from onnxport.serving.http.sockets import bind, url
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
 from tests.cli.conftest import write_checkpoint
+from tests.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.timeout(120)
 BASE = LoadOptions(threads=1, kv_cache_tokens=1024)
 PROMPTS = ["The sea", "The sea is wide " * 3, "x", "A rather long prompt " * 4]
 
@@ -107,11 +107,11 @@ def serving(engine: Engine, artifact: Path) -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(PATIENCE_S)
         yield url("127.0.0.1", sock)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(PATIENCE_S)
         sock.close()
     assert not thread.is_alive()
 

@@ -16,7 +16,6 @@ from .conftest import RunningServer
 from .fake import Client, FakeEngine, events
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 NAMED = {"type": "function", "function": {"name": "f"}}

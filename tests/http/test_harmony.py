@@ -16,8 +16,6 @@ from .scripted import MODEL, say, write_tokenizer
 from .test_reasoning import joined, streamed, whole
 from .test_responses import events
 
-pytestmark = pytest.mark.timeout(60)
-
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer"}},

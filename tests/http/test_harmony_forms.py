@@ -23,8 +23,6 @@ from tests.serving.tokenizers_for_tests import EOS, byte_level
 
 from .harmony import CALL, CONSTRAINED, NEXT, RETURN, answer, call, message
 
-pytestmark = pytest.mark.timeout(60)
-
 THOUGHT = message("analysis", 'hm {"x": <b>\n')
 ADD = {
     "type": "function",

@@ -19,8 +19,6 @@ from .harmony import CALL, NEXT, RETURN, TEMPLATE, call, message
 from .scripted import write_tokenizer
 from .test_responses import LOGPROBS, InPieces, events
 
-pytestmark = pytest.mark.timeout(60)
-
 ADD = {
     "type": "function",
     "name": "add",

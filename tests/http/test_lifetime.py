@@ -25,11 +25,11 @@ from onnxport.serving.http.server import (
 )
 from onnxport.serving.http.sockets import bind
 from tests.tiers import every
+from tests.waiting import PATIENCE_S
 
 from .conftest import RunningServer, StartServer
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
 SLOW = {"latency_s": 0.02}
 LONG = {"model": MODEL, "prompt": say("x" * 1000), "max_tokens": 1000}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": say("x" * 1000)}]}
@@ -53,11 +53,7 @@ def test_a_client_that_goes_away_ends_its_requests(
     slow: RunningServer, path: str, body: dict[str, Any], count: int, stream: bool
 ) -> None:
     before = slow.wait_for(num_requests_running=0)["finished"]["abort"]
-    host, port = slow.url.removeprefix("http://").split(":")
-    content = json.dumps(body | {"stream": stream}).encode()
-    head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    with slow.asking(path, body | {"stream": stream}) as connection:
         slow.wait_for(num_requests_running=count)
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
@@ -135,7 +131,7 @@ def test_running_requests_finish_first(start_server: StartServer, tmp_path: Path
     hold.unlink()
     thread.join()
     assert results == ["x" * 40]
-    assert server.process.wait(timeout=10) == 0
+    assert server.process.wait(PATIENCE_S) == 0
 
 
 def test_what_runs_too_long_is_aborted(start_server: StartServer) -> None:

@@ -18,8 +18,6 @@ from onnxport.serving.http.tls import TlsFiles
 
 from .conftest import StartServer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:

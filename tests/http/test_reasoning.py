@@ -20,8 +20,6 @@ from .conftest import RunningServer, StartServer, _servers
 from .scripted import CHAT_TEMPLATE, MODEL, say, write_tokenizer
 from .test_responses import events as response_events
 
-pytestmark = pytest.mark.timeout(60)
-
 # What the template opens is the beginning of what the model is told to say.
 TEMPLATE = (
     CHAT_TEMPLATE.replace(

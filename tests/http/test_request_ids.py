@@ -22,7 +22,6 @@ from .fake import MODEL as FAKE
 from .fake import Client, FakeEngine
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
 OURS = re.compile("[0-9a-f]{32}")
 ENDPOINTS = {
     "/v1/completions": ("cmpl-", {"prompt": "ab"}),

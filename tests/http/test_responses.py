@@ -26,8 +26,6 @@ from .fake import MODEL as FAKE
 from .fake import Client, FakeEngine
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
-
 TOOL: dict[str, Any] = {
     "type": "function",
     "name": "weather",

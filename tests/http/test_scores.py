@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 from openai import OpenAI
 
 from .conftest import RunningServer
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
 PROMPT = say("ok")
 
 

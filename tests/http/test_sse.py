@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,11 +20,11 @@ from onnxport.errors import RequestError
 from onnxport.serving.http import sse
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.generation import DisconnectedError
+from tests.waiting import timeless
 
 from .conftest import RunningServer, StartServer
 from .scripted import MODEL, say
 
-pytestmark = pytest.mark.timeout(60)
 SCOPE = {"type": "http", "method": "POST", "headers": [], "asgi": {"spec_version": "2.3"}}
 PING_S = 0.05
 
@@ -50,7 +51,7 @@ class Client:
         self.stays_for -= 1
         if not self.stays_for:
             self.gone.set()
-            await asyncio.sleep(10)
+            await asyncio.sleep(100)
 
 
 class Chunks:
@@ -91,32 +92,38 @@ async def respond(
 
 @pytest.mark.parametrize("ping_interval_s", [0, PING_S])
 @pytest.mark.parametrize("messages", [0, 1, 2, 5])
+@timeless
 async def test_a_client_that_goes(messages: int, ping_interval_s: float) -> None:
     client, chunks = Client(messages), Chunks()
-    await asyncio.wait_for(respond(client, chunks, ping_interval_s), 5)
+    await respond(client, chunks, ping_interval_s)
     assert chunks.closed
     assert b"[DONE]" not in client.got
 
 
 @pytest.mark.parametrize("messages", [0, 1, 2, 4])
+@timeless
 async def test_a_client_that_goes_while_there_are_pings_alone(messages: int) -> None:
     client, chunks = Client(messages), Chunks(waits={0: 100})
     chunks.ending_s = 0.05  # and nothing interrupts it
     before = asyncio.all_tasks()
-    await asyncio.wait_for(respond(client, chunks, PING_S), 5)
+    await respond(client, chunks, PING_S)
     assert chunks.closed
     assert client.got.count(sse.PING) == len(client.got) / len(sse.PING) <= max(1, messages - 1)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before  # nothing goes on
 
 
+@timeless
 async def test_the_first_ping_comes_with_the_headers() -> None:
     client, chunks = Client(stays_for=2), Chunks(waits={0: 100})
-    await asyncio.wait_for(respond(client, chunks, 1.0), 1.9)
+    start_s = asyncio.get_running_loop().time()
+    await respond(client, chunks, 1.0)
     assert client.got == sse.PING
+    assert asyncio.get_running_loop().time() - start_s == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("ping_interval_s", [0, 50])
+@timeless
 async def test_a_client_that_is_gone_before_the_first_chunk(ping_interval_s: float) -> None:
     closed = asyncio.Event()
 
@@ -133,9 +140,10 @@ async def test_a_client_that_is_gone_before_the_first_chunk(ping_interval_s: flo
     assert closed.is_set()
 
 
+@timeless
 async def test_an_error_is_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
     client, chunks = Client(stays_for=100), Chunks(error_at=2)
-    await asyncio.wait_for(respond(client, chunks), 5)
+    await respond(client, chunks)
     *_, error, done, end = client.got.split(b"\n\n")
     assert b'"type":"server_error"' in error
     assert b"broken" not in error  # a bug of ours is for the log
@@ -145,39 +153,40 @@ async def test_an_error_is_the_last_event(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("ping_interval_s", [0, 50])
+@timeless
 async def test_an_error_before_the_first_chunk_is_raised(ping_interval_s: float) -> None:
     with pytest.raises(ValueError, match="broken"):
         await respond(Client(stays_for=100), Chunks(error_at=0), ping_interval_s)
 
 
+@timeless
 async def test_silence_is_told_before_between_and_no_longer() -> None:
     client = Client(stays_for=100)
     waits = {0: 3.5 * PING_S, 2: 2.5 * PING_S}
-    await asyncio.wait_for(respond(client, Chunks(count=3, waits=waits), PING_S), 5)
-    blocks = client.got.split(b"\n\n")
-    numbers = [block[-17:] for block in blocks if b"number" in block]
-    assert len(numbers) == 3
-    first = next(at for at, block in enumerate(blocks) if b"number" in block)
-    assert 2 <= first <= 4  # one of them at once, with the headers
-    assert blocks[first + 1].startswith(b'data: {"number":1')
-    assert 1 <= blocks[first + 2 :].count(b": ping") <= 3
-    assert (blocks[-2], blocks[-1], client.kinds[0]) == (b"data: [DONE]", b"", "start")
+    await respond(client, Chunks(count=3, waits=waits), PING_S)
+    *blocks, done, end = client.got.split(b"\n\n")
+    told = ["ping" if block == b": ping" else json.loads(block[6:])["number"] for block in blocks]
+    # The first comes with the headers, when an interval has passed.
+    assert told == ["ping", "ping", "ping", 0, 1, "ping", "ping", 2]
+    assert (done, end, client.kinds[0]) == (b"data: [DONE]", b"", "start")
 
 
+@timeless
 async def test_what_comes_in_time_has_no_pings() -> None:
     client = Client(stays_for=200)
     waits = dict.fromkeys(range(20), 0.01)  # longer than the interval together
-    await asyncio.wait_for(respond(client, Chunks(count=20, waits=waits), 0.1), 5)
+    await respond(client, Chunks(count=20, waits=waits), 0.1)
     assert b"ping" not in client.got
 
 
 @pytest.mark.parametrize("error_at", [0, 1])
+@timeless
 async def test_an_error_behind_a_ping_is_an_event(error_at: int) -> None:
     for named in (False, True):
         failed = (lambda error: {"type": "error", "status": error.status}) if named else None
         client = Client(stays_for=100)
         chunks = Chunks(error_at=error_at, waits={error_at: 2.5 * PING_S})
-        await asyncio.wait_for(respond(client, chunks, PING_S, failed), 5)
+        await respond(client, chunks, PING_S, failed)
         told = client.got.replace(sse.PING, b"").split(b"\n\n")[error_at:]
         assert sse.PING in client.got
         if named:
@@ -187,6 +196,7 @@ async def test_an_error_behind_a_ping_is_an_event(error_at: int) -> None:
             assert told[1:] == [b"data: [DONE]", b""]
 
 
+@timeless
 async def test_a_client_that_takes_nothing_ends_the_pings_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -199,7 +209,7 @@ async def test_a_client_that_takes_nothing_ends_the_pings_alone(
             await super().send(message)
 
     client = Gone(stays_for=100)
-    await asyncio.wait_for(respond(client, Chunks(count=2, waits={0: 0.2}), PING_S), 5)
+    await respond(client, Chunks(count=2, waits={0: 0.2}), PING_S)
     assert client.got.count(b"number") == 4
     assert client.kinds[-1] == "end"
     gc.collect()
@@ -221,7 +231,7 @@ def test_intervals_that_are_none(interval_s: float) -> None:
         AppOptions(sse_ping_interval_s=interval_s)
 
 
-# A real server, whose steps take much longer than the interval.
+# A real server, whose steps wait for as long as there is a file.
 
 USER = {"role": "user", "content": say("ab")}
 ASKS = {
@@ -232,8 +242,20 @@ ASKS = {
 
 
 @pytest.fixture(scope="module")
-def slow(_start: StartServer) -> RunningServer:
-    return _start(latency_s=0.3, sse_ping_interval_s=PING_S)
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("slow") / "hold"
+
+
+@pytest.fixture(scope="module")
+def slow(_start: StartServer, hold: Path) -> RunningServer:
+    return _start(latency_s=0.02, hold=str(hold), held_from=0, sse_ping_interval_s=PING_S)
+
+
+@pytest.fixture
+def held(hold: Path) -> Iterator[Path]:
+    hold.touch()
+    yield hold
+    hold.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -242,37 +264,55 @@ def client(slow: RunningServer) -> Iterator[OpenAI]:
         yield client
 
 
+def read_with_pings(response: httpx.Response, hold: Path) -> str:
+    """Return all of a stream; its steps may go on once it has had three pings."""
+    text = ""
+    for piece in response.iter_text():
+        text += piece
+        if text.count(": ping\n\n") >= 3:
+            hold.unlink(missing_ok=True)
+    return text
+
+
 @pytest.mark.parametrize("path", ASKS)
-def test_pings_of_every_endpoint(slow: RunningServer, path: str) -> None:
+def test_pings_of_every_endpoint(slow: RunningServer, held: Path, path: str) -> None:
     ask = {"model": MODEL, "stream": True, **ASKS[path]}
-    body = httpx.post(f"{slow.url}/v1/{path}", json=ask).text
-    pings = [block for block in body.split("\n\n") if block == ": ping"]
-    assert body.startswith(": ping\n\n")
-    assert 3 <= len(pings) <= 40  # three steps
-    whole = httpx.post(f"{slow.url}/v1/{path}", json=ask | {"stream": False})
-    assert "ping" not in whole.text
+    with httpx.stream("POST", f"{slow.url}/v1/{path}", json=ask) as response:
+        body = read_with_pings(response, held)
+    assert body.startswith(": ping\n\n" * 3)
+    assert "data: " in body
+    held.touch()
+    with ThreadPoolExecutor(1) as pool:
+        url = f"{slow.url}/v1/{path}"
+        waiting = pool.submit(httpx.post, url, json=ask | {"stream": False})
+        wait([waiting], 4 * PING_S)
+        held.unlink()
+        assert "ping" not in waiting.result().text
 
 
-def test_the_openai_client_passes_over_pings(client: OpenAI) -> None:
-    ask: dict[str, Any] = {"model": MODEL, "stream": True}
-    chunks = client.completions.create(**ask, prompt=say("ab"))
+def test_the_openai_client_passes_over_pings(client: OpenAI, held: Path) -> None:
+    def stream(create: Any, **fields: Any) -> list[Any]:
+        held.touch()
+        told = create(model=MODEL, stream=True, **fields)  # returns at the first ping
+        held.unlink()
+        return list(told)
+
+    chunks = stream(client.completions.create, prompt=say("ab"))
     assert "".join(chunk.choices[0].text for chunk in chunks) == "ab"
-    chat = client.chat.completions.create(**ask, messages=[USER])
+    chat = stream(client.chat.completions.create, messages=[USER])
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == "ab"
-    events = list(client.responses.create(**ask, input=say("ab")))
+    events = stream(client.responses.create, input=say("ab"))
     assert events[-1].response.output_text == "ab"
 
 
-def test_a_client_that_goes_before_the_first_token(slow: RunningServer) -> None:
-    before = slow.wait_for(num_requests_running=0)["finished"]["abort"]
-    host, port = slow.url.removeprefix("http://").split(":")
-    content = json.dumps({"prompt": say("x" * 100), "max_tokens": 100, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+def test_a_client_that_goes_before_the_first_token(slow: RunningServer, held: Path) -> None:
+    before = slow.health()["engine"]["finished"]["abort"]
+    ask = {"prompt": say("x" * 1000), "max_tokens": 1000, "stream": True}
+    with slow.asking("completions", ask) as connection:
         got = b""
         while b": ping" not in got:
             got += connection.recv(1000)
+    held.unlink()
     assert got.startswith(b"HTTP/1.1 200")
     assert b"data:" not in got
     stats = slow.wait_for(num_requests_running=0, abort=before + 1)
@@ -281,33 +321,38 @@ def test_a_client_that_goes_before_the_first_token(slow: RunningServer) -> None:
 
 @pytest.mark.parametrize("path", ASKS)
 def test_errors_have_a_status_before_the_first_ping_and_are_events_after(
-    start_server: StartServer, path: str
+    start_server: StartServer, held: Path, path: str
 ) -> None:
     ask = {"model": MODEL, "stream": True, **ASKS[path]}
-    for ping_interval_s, status in ((0, 500), (PING_S, 200)):
-        server = start_server(latency_s=0.3, fail_after=0, sse_ping_interval_s=ping_interval_s)
-        got = httpx.post(f"{server.url}/v1/{path}", json=ask)
-        assert got.status_code == status
-        assert "told to fail" in got.text
-        if status == 200:
-            blocks = [block for block in got.text.split("\n\n") if block not in (": ping", "")]
-            assert blocks[0].startswith(
-                'event: error\ndata: {"type":"error","sequence_number":0,"code":'
-                if path == "responses"
-                else 'data: {"error":'
-            )
-            assert blocks[1:] == ([] if path == "responses" else ["data: [DONE]"])
-        server.stop()
+    silent = start_server(fail_after=0, sse_ping_interval_s=0)
+    got = httpx.post(f"{silent.url}/v1/{path}", json=ask)
+    assert got.status_code == 500
+    assert "told to fail" in got.text
+    hold = {"hold": str(held), "held_from": 0}
+    server = start_server(**hold, fail_after=0, sse_ping_interval_s=PING_S)
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json=ask) as response:
+        assert response.status_code == 200
+        body = read_with_pings(response, held)
+    assert "told to fail" in body
+    blocks = [block for block in body.split("\n\n") if block not in (": ping", "")]
+    assert blocks[0].startswith(
+        'event: error\ndata: {"type":"error","sequence_number":0,"code":'
+        if path == "responses"
+        else 'data: {"error":'
+    )
+    assert blocks[1:] == ([] if path == "responses" else ["data: [DONE]"])
 
 
-def test_the_openai_client_raises_an_error_behind_a_ping(start_server: StartServer) -> None:
-    server = start_server(latency_s=0.3, fail_after=0, sse_ping_interval_s=PING_S)
-    with (
-        OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
-        pytest.raises(openai.APIError, match="told to fail"),
-    ):
-        list(client.chat.completions.create(model=MODEL, messages=[USER], stream=True))
-    server.stop()
+def test_the_openai_client_raises_an_error_behind_a_ping(
+    start_server: StartServer, held: Path
+) -> None:
+    hold = {"hold": str(held), "held_from": 0}
+    server = start_server(**hold, fail_after=0, sse_ping_interval_s=PING_S)
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        told = client.chat.completions.create(model=MODEL, messages=[USER], stream=True)
+        held.unlink()
+        with pytest.raises(openai.APIError, match="told to fail"):
+            list(told)
 
 
 def test_requests_that_cannot_run_have_a_status_all_the_same(slow: RunningServer) -> None:

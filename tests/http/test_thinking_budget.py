@@ -13,8 +13,6 @@ from .conftest import RunningServer, StartServer, _servers
 from .scripted import MODEL, say, write_tokenizer
 from .test_reasoning import JSON, TAGS, TEMPLATE, TOOL, body, joined, streamed, whole
 
-pytestmark = pytest.mark.timeout(60)
-
 OPENS, CLOSES = TAGS
 IN_LETTERS = (len(OPENS) - 1, len(CLOSES) - 1)  # tokens; "hi" is one
 # The model goes on with its script behind what it was made to say in the place of some of it.

@@ -30,8 +30,6 @@ from tests.serving.structured import assert_valid, compiled, ids_of, write
 from tests.serving.tokenizers_for_tests import EOS, byte_level
 from tests.tiers import crossed
 
-pytestmark = pytest.mark.timeout(60)
-
 THOUGHT = Thought(("<think>",), ("</think>",))
 NAMES = [f"{number}-{each.name}" for number, each in enumerate(FORMATS)]
 every_format = pytest.mark.parametrize("syntax", FORMATS, ids=NAMES)

@@ -32,8 +32,6 @@ from . import tool_templates as templates
 from .conftest import RunningServer, _servers
 from .scripted import MODEL, say, write_tokenizer
 
-pytestmark = pytest.mark.timeout(60)
-
 TOOL: Any = {
     "type": "function",
     "function": {

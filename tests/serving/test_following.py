@@ -23,8 +23,7 @@ from onnxport.serving.planner import Planner
 from onnxport.serving.scheduler import Scheduler
 from tests.serving.bench import Bench, group, rows, saying
 from tests.serving.helpers import alone, null_engine, run, submit, tokens
-
-PATIENCE_S = 20.0  # for what happens at once, or never
+from tests.waiting import PATIENCE_S
 
 
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:

@@ -22,8 +22,8 @@ from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
 from tests.serving.helpers import checked_step, null_engine, run, submit, text, tokens
 from tests.serving.tokenizers_for_tests import byte_level
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 20.0  # for what happens at once, or never
 TOKENIZER = Tokenizer(byte_level(), frozenset({0}))
 LONG = SamplingParams(temperature=0.0, max_tokens=30, logprobs=2, ignore_eos=True)
 

@@ -5,6 +5,7 @@ import gc
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,24 +16,34 @@ from onnxport.serving.growth import Growth
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.worker import AsyncEngine
-from tests.serving.helpers import GREEDY, alone, null_engine, reasons, tokens
+from tests.serving.helpers import GREEDY, Clock, alone, null_engine, reasons, tokens
+from tests.waiting import until
 
-ENDLESS = SamplingParams(temperature=0.0, max_tokens=200)
-ENDLESS_3 = SamplingParams(temperature=0.0, max_tokens=200, n=3)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=90_000)  # minutes, if nobody ends it
+ENDLESS_3 = replace(ENDLESS, n=3)
 
 
 async def collect(worker: AsyncEngine, prompt: list[int]) -> list[CompletionDelta]:
     return [delta async for delta in worker.stream(prompt, GREEDY)]
 
 
+def endless_engine(**options: Any) -> Engine:
+    """Return an engine with room for what is endless."""
+    settings = {"num_blocks": 80_000, "max_model_len": 100_000, "latency_s": 0.001}
+    return null_engine(**settings | options)
+
+
 async def until_idle(worker: AsyncEngine) -> None:
-    async with asyncio.timeout(5):
-        while True:
-            stats = worker.stats()
-            if not stats.num_requests_running and not stats.num_requests_waiting:
-                assert stats.num_free_blocks == stats.num_blocks
-                return
-            await asyncio.sleep(0.001)
+    def is_idle() -> bool:
+        stats = worker.stats()
+        return not stats.num_requests_running and not stats.num_requests_waiting
+
+    await until(is_idle)
+    assert worker.stats().num_free_blocks == worker.stats().num_blocks
+
+
+async def until_running(worker: AsyncEngine) -> None:
+    await until(lambda: worker.stats().num_requests_running)
 
 
 async def test_many_streams_at_once_get_their_own_tokens() -> None:
@@ -55,7 +66,7 @@ async def test_errors_are_raised_at_once_and_nothing_is_scheduled() -> None:
 
 
 async def test_an_id_is_used_once_at_a_time() -> None:
-    async with AsyncEngine(null_engine(latency_s=0.001)) as worker:
+    async with AsyncEngine(endless_engine()) as worker:
         first = worker.stream([1], ENDLESS, request_id="same")
         second = worker.stream([1], ENDLESS, request_id="same")
         assert (await anext(first)).request_id == "same"
@@ -69,13 +80,13 @@ async def test_an_id_is_used_once_at_a_time() -> None:
 
 
 async def test_closing_a_generator_aborts_its_request() -> None:
-    async with AsyncEngine(null_engine(latency_s=0.001)) as worker:
+    async with AsyncEngine(endless_engine()) as worker:
         async with aclosing(worker.stream([1, 2], ENDLESS)) as stream:
             async for _ in stream:
                 break
         await until_idle(worker)
         assert worker.stats().finished["abort"] == 1
-        assert worker.stats().generation_tokens < 200
+        assert worker.stats().generation_tokens < ENDLESS.max_tokens
 
 
 async def test_cancelling_tasks_aborts_waiting_and_running_requests() -> None:
@@ -83,13 +94,11 @@ async def test_cancelling_tasks_aborts_waiting_and_running_requests() -> None:
         async for _ in worker.stream([1, 2], ENDLESS):
             pass
 
-    async with AsyncEngine(null_engine(max_num_seqs=2, latency_s=0.001)) as worker:
+    async with AsyncEngine(endless_engine(max_num_seqs=2)) as worker:
         tasks = [asyncio.create_task(endless()) for _ in range(6)]
-        async with asyncio.timeout(5):
-            while worker.stats().num_requests_waiting != 4:
-                await asyncio.sleep(0.001)
+        await until(lambda: worker.stats().num_requests_waiting == 4)
         other = asyncio.create_task(collect(worker, [7]))
-        await asyncio.sleep(0.005)
+        await until(lambda: worker.stats().num_requests_waiting == 5)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,7 +143,7 @@ async def test_what_a_dead_engine_leaves_is_counted() -> None:
 
 async def test_several_completions_are_one_stream() -> None:
     params = SamplingParams(temperature=1.0, seed=2, max_tokens=9, n=3)
-    async with AsyncEngine(null_engine()) as worker:
+    async with AsyncEngine(endless_engine()) as worker:
         deltas = [delta async for delta in worker.stream([1, 2, 3, 4, 5], params)]
         assert sorted(reasons(deltas)) == ["length"] * 3
         for index in range(3):
@@ -148,12 +157,12 @@ async def test_several_completions_are_one_stream() -> None:
 
 
 async def test_a_full_queue_refuses_at_once_and_takes_more_when_it_has_room() -> None:
-    engine = null_engine(max_num_seqs=1, max_queued_requests=2, latency_s=0.002)
+    engine = endless_engine(max_num_seqs=1, max_queued_requests=2)
     async with AsyncEngine(engine) as worker:
         tasks = [asyncio.create_task(_last(worker)) for _ in range(3)]
-        async with asyncio.timeout(5):
-            while worker.stats().num_requests_waiting + worker.stats().num_requests_running < 2:
-                await asyncio.sleep(0.001)
+        await until(
+            lambda: worker.stats().num_requests_waiting + worker.stats().num_requests_running >= 2
+        )
         refused = 0
         for _ in range(5):
             try:
@@ -175,17 +184,20 @@ async def _one(stream: AsyncGenerator[CompletionDelta, None]) -> None:
 
 
 async def test_a_timeout_is_the_last_delta() -> None:
-    async with AsyncEngine(null_engine(latency_s=0.005)) as worker:
-        options = RequestOptions(timeout_s=0.05)
+    clock = Clock(tick_s=0.001)
+    async with AsyncEngine(endless_engine(clock=clock, latency_s=0.0)) as worker:
+        options = RequestOptions(timeout_s=0.1)
         deltas = [delta async for delta in worker.stream([1], ENDLESS, options=options)]
         assert reasons(deltas) == ["timeout"]
-        assert tokens(deltas) == alone([1], ENDLESS)[: len(tokens(deltas))]
+        found = tokens(deltas)
+        assert found
+        assert found == alone([1], replace(ENDLESS, max_tokens=len(found)))
 
 
 async def test_close_aborts_what_is_left() -> None:
-    worker = AsyncEngine(null_engine(latency_s=0.001))
+    worker = AsyncEngine(endless_engine())
     task = asyncio.create_task(_last(worker))
-    await asyncio.sleep(0.02)
+    await until_running(worker)
     await worker.close()
     assert (await task).finish_reason == "abort"
     assert not worker.healthy
@@ -197,15 +209,15 @@ async def test_close_aborts_what_is_left() -> None:
 async def test_close_can_wait_for_what_is_left() -> None:
     worker = AsyncEngine(null_engine(latency_s=0.001))
     task = asyncio.create_task(collect(worker, [3]))
-    await asyncio.sleep(0.005)
+    await until(lambda: worker.stats().prompt_tokens)
     await worker.close(drain=True)
     assert tokens(await task) == alone([3])
 
 
 async def test_close_ends_a_drain_that_takes_too_long() -> None:
-    worker = AsyncEngine(null_engine(latency_s=0.01))
+    worker = AsyncEngine(endless_engine())
     task = asyncio.create_task(_last(worker))
-    await asyncio.sleep(0.02)
+    await until_running(worker)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await worker.close(drain=True)
@@ -223,7 +235,7 @@ async def test_a_bug_in_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyP
         raise LookupError("lost")
 
     monkeypatch.setattr(Engine, "advance", bug)
-    worker = AsyncEngine(null_engine())
+    worker = AsyncEngine(endless_engine())
     results = await asyncio.gather(*(_last(worker) for _ in range(3)), return_exceptions=True)
     for result in results:  # the last may come too late to be scheduled
         if isinstance(result, CompletionDelta):
@@ -239,7 +251,7 @@ async def test_a_bug_in_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyP
 
 
 def test_an_event_loop_that_vanished_frees_its_requests() -> None:
-    worker = AsyncEngine(null_engine(latency_s=0.001))
+    worker = AsyncEngine(endless_engine())
     loop = asyncio.new_event_loop()
     stream = worker.stream([1], ENDLESS)
     loop.run_until_complete(anext(stream))
