@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -74,8 +75,10 @@ class AdaptedMachine(properties.GuessingMachine, properties.LosingMachine):
         self.seed_of[name] = None if picked is None else self.seeds[picked]
         return {"adapter": picked}
 
-    def expected(self, name: str, index: int) -> list[int]:
-        return alone_with(self.seed_of[name], *self.requests[name], index, self.groups)
+    def expected(self, name: str, index: int, **changed: Any) -> list[int]:
+        prompt, params = self.requests[name]
+        own = replace(params, **changed)
+        return alone_with(self.seed_of[name], prompt, own, index, self.groups)
 
     @rule(name=st.sampled_from(NAMES), seed=st.sampled_from(SEEDS))
     def load(self, name: str, seed: int) -> None:
