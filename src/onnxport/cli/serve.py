@@ -279,6 +279,7 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.http.tls import TlsFiles
 
     logging.getLogger("onnxport").setLevel(logging.INFO)
+    logging.getLogger("asyncio").addFilter(_is_news)
     template = template_text(options)
     names = model_names(options)
     api_keys(options.api_key)
@@ -293,6 +294,11 @@ def run(options: argparse.Namespace) -> int:
     tls = None if files is None else files.context()
     with _bound(options) as sock:
         return _serve(find_artifact(options), names, Listening(sock, tls), options, template)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line says more than that a client left while its answer was being written."""
+    return record.getMessage() != "socket.send() raised exception."
 
 
 class Listening(NamedTuple):
