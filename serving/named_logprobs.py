@@ -1,7 +1,7 @@
 """Log probabilities of the tokens that a request names, whichever token is sampled.
 
-They are few, and only who names some pays for them: their logits are read, and the sampled token's
-log probability tells what the softmax subtracts.
+They are few, and only who names some pays for them: their logits are read, the sampled token's log
+probability tells what the softmax subtracts, and their ranks take two passes over the row each.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class SamplingParams:
     def _take_logprob_tokens(self) -> None:
         """Check the tokens of `logprob_token_ids`, each of which counts once, and ask for them."""
         name = "logprob_token_ids"
-        token_ids = _ids(name, self.logprob_token_ids or ())
+        token_ids = () if self.logprob_token_ids is None else _ids(name, self.logprob_token_ids)
         if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
             raise RequestError(
                 f"{name} has {len(token_ids)} tokens; give at most {MAX_LOGPROB_TOKEN_IDS}", name

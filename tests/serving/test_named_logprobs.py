@@ -228,6 +228,7 @@ def test_a_step_that_fails_in_the_sampler_goes_on_row_by_row(
         ([1.5], "1.5"),
         ([True], "True"),
         (5, "give a list of token ids"),
+        (0, "give a list of token ids"),
         ("5", "give a list of token ids"),
     ],
 )
