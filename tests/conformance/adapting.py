@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -83,6 +84,10 @@ class AdaptedReference:
         self.adapters = {seed: make_adapter(self.spec, seed) for seed in SHAPES}
         self._cached = cache(self._compute)
 
+    def of(self, seed: int) -> OneReference:
+        """The model with one of the adapters."""
+        return OneReference(self, seed)
+
     def logits(self, token_ids: Sequence[int], seed: int) -> NDArray[np.float32]:
         """The logits after each token, float32 [len(token_ids), vocab]."""
         return self._cached(tuple(token_ids), seed)
@@ -91,3 +96,15 @@ class AdaptedReference:
         rows = np.arange(len(token_ids), dtype=np.int32)
         weights = AdaptedWeights(self._artifact, self.adapters.get(seed, LoraAdapter({})))
         return forward(self.spec, weights, np.array(token_ids, np.int64), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class OneReference:
+    """See `AdaptedReference.of`; it stands in for a `Reference`."""
+
+    whole: AdaptedReference
+    seed: int
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """The logits after each token, float32 [len(token_ids), vocab]."""
+        return self.whole.logits(token_ids, self.seed)

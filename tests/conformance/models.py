@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
+from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.base import Capabilities, Model, StepInputs
 
 
@@ -35,7 +36,23 @@ class Wrapped:
     def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
         self._model.write_blocks(blocks, content)
 
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        self._model.set_adapter(slot, adapter)
+
     def close(self) -> None: ...
+
+
+class FewSlots(Wrapped):
+    """The first ones of the model's slots for adapters."""
+
+    def __init__(self, model: Model, num_slots: int) -> None:
+        super().__init__(model)
+        assert num_slots <= model.capabilities.max_adapters
+        self._num_slots = num_slots
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(self._model.capabilities, max_adapters=self._num_slots)
 
 
 class Narrow(Wrapped):

@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError, ProviderError
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.providers.base import Model
+from onnxport.serving.adapters.peft import AdapterContent, fingerprint
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
 from tests.conformance.conftest import Combination, chosen_lanes, combinations, is_fast
 from tests.conformance.lanes import Lane
 from tests.conformance.make import DIAGONAL
-from tests.conformance.models import step
-from tests.conformance.rules import Rule, check_logits, rule_of
+from tests.conformance.models import FewSlots, step
+from tests.conformance.rules import Rule, check_logits, check_tokens, rule_of
 from tests.conformance.workload import PROMPTS
 
 WHOLE = ("cpu-custom", "cpu-decomposed", "openvino")  # lanes of every family in every precision
@@ -159,6 +163,68 @@ def test_slots_are_filled_and_emptied_between_steps(adapted: Adapted) -> None:
         for slot, adapter in adapters.items():
             adapted.model.set_adapter(slot, adapter)
     check_logits(adapted.rule, adapted.wanted([(tokens, 2)]), adapted.run([(tokens, 2)]), "back")
+
+
+def test_slots_change_hands_while_sequences_go_on(adapted: Adapted) -> None:
+    """Those beside them notice nothing, and whose adapter comes back goes on in another slot."""
+    adapters, limits = adapted.reference.adapters, adapted.model.capabilities
+    tables = adapted.tables([len(tokens) for tokens in TOKENS[:4]])
+    own = (1, 0, 2, 3)  # the adapter of each sequence
+    done = [0] * len(own)
+
+    def go(what: str, *rows: tuple[int, int, int]) -> None:
+        """Compute tokens of sequences: which one, up to where, with the adapter of which slot."""
+        batch = [(TOKENS[one][done[one] : end], done[one], tables[one]) for one, end, _ in rows]
+        slots = np.array([slot for _, _, slot in rows], np.int32)
+        found = adapted.model.run(step(batch, limits, adapter_slots=slots))
+        wanted = [
+            adapted.reference.logits(TOKENS[one][:end], own[one])[done[one] :]
+            for one, end, _ in rows
+        ]
+        check_logits(adapted.rule, np.concatenate(wanted), found, what)
+        for one, end, _ in rows:
+            done[one] = end
+
+    try:
+        go("at first", (0, 11, 1), (1, 12, 0), (2, 9, 2))
+        adapted.model.set_adapter(2, adapters[3])
+        go("another in the slot of one that waits", (0, 12, 1), (1, 14, 0), (3, 10, 2))
+        go("decoding", (0, 13, 1), (1, 15, 0), (3, 11, 2))
+        adapted.model.set_adapter(3, adapters[2])
+        go("it goes on in another slot", (0, 14, 1), (1, 16, 0), (2, 13, 3), (3, 12, 2))
+        adapted.model.set_adapter(2, None)
+        go("one slot is empty", (0, 15, 1), (1, 17, 0), (2, 14, 3))
+    finally:
+        for slot, adapter in adapters.items():
+            adapted.model.set_adapter(slot, adapter)
+
+
+def test_more_adapters_than_slots(adapted: Adapted) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    config = EngineConfig(4, 13, max_host_adapters=len(SHAPES))
+    engine = Engine(FewSlots(adapted.model, 1), config=config)
+    try:
+        for seed, adapter in adapted.reference.adapters.items():
+            content = AdapterContent(adapter, fingerprint(adapter), Path(f"{seed}"), None)
+            engine.adapters.load(f"{seed}", content)
+        for number, (tokens, seed) in enumerate(zip(TOKENS, ROWS, strict=True)):
+            options = RequestOptions(adapter=f"{seed}" if seed else None)
+            engine.submit(engine.prepare(f"{number}", tokens, params, options))
+        found: dict[str, list[int]] = {}
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.error is None, delta.error
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+            engine.check()
+        assert engine.adapters.num_swaps >= len(SHAPES) - 1
+    finally:
+        engine.close()
+        for slot, adapter in adapted.reference.adapters.items():
+            adapted.model.set_adapter(slot, adapter)
+    for number, (tokens, seed) in enumerate(zip(TOKENS, ROWS, strict=True)):
+        reference = adapted.reference.of(seed)
+        assert len(found[f"{number}"]) == params.max_tokens
+        check_tokens(adapted.rule, reference, tokens, found[f"{number}"], params)  # type: ignore[arg-type]
 
 
 def test_an_adapter_that_is_too_large_spoils_no_other_row(adapted: Adapted) -> None:

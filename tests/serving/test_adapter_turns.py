@@ -65,6 +65,7 @@ def test_each_gets_its_own_in_any_order(seed: int) -> None:
             several,
             adapter=None if adapter is None else str(adapter),
             priority=priority,
+            tenant=draw.choice("xyz"),
         )
         wanted[str(number)] = [alone_with(adapter, prompt, params)] * n
         for _ in range(draw.randint(0, 3)):
