@@ -8,20 +8,19 @@ and `schema.check_schema` refuses it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
 from onnxport.serving.structured.lookahead import looks_around, without_lookahead
+from onnxport.serving.structured.references import MOST_STEPS, References
 from onnxport.serving.structured.schema import (
     ANNOTATIONS,
     COMPILER_OPTIONS,
     DRAFT_4,
     EXTENSION,
     FORMATS,
-    MAX_DEPTH,
     MAX_EXACT,
     MAX_PATH,
     ONE_SCHEMA,
@@ -38,7 +37,6 @@ from onnxport.serving.structured.schema import (
 MOST_COUNTED = 2**31 - 1  # what the compiler counts to; no text is as long
 MOST_REFERRED = 8  # schemas, each of which refers to the next one
 MOST_WRITTEN = 1 << 18  # characters of names that are written or read for `propertyNames`
-MOST_STEPS = 3 * (MAX_DEPTH + 1)  # of a reference; what has more leads nowhere
 _COUNTS = ("maxItems", "maxLength", "maxProperties")
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
 _FORMATS_OF_NAMES: Mapping[str, str] = {
@@ -82,7 +80,7 @@ class _Rewriter:
         self._moved: dict[str, str] = {}  # the pointers of schemas that have another one now
         self._refs: list[dict[str, Any]] = []
         self._room = MOST_WRITTEN
-        self._referred_to = sorted(_referred_to(root))
+        self._references = References(root)
         self.narrowed: list[Any] = []
 
     def whole(self) -> Any:
@@ -247,9 +245,9 @@ class _Rewriter:
         Returns:
             Where they were that are elsewhere now, both from here; None: they cannot be there.
         """
-        if not self._is_referred_to(old):
+        if not self._references.lead_to(old):
             return {}
-        kept = [place for place in dropped if self._is_referred_to(f"{old}/{place}")]
+        kept = [place for place in dropped if self._references.lead_to(f"{old}/{place}")]
         defs = one.get("$defs", {})
         if kept and not isinstance(defs, dict):
             return None
@@ -258,15 +256,6 @@ class _Rewriter:
         if names:
             one["$defs"] = defs | {name: dropped[place] for place, name in names.items()}
         return {f"$defs/{name}": place for place, name in names.items()}
-
-    def _is_referred_to(self, pointer: str) -> bool:
-        """Whether a reference leads to a place, or through it."""
-        references = self._referred_to
-        index = bisect_left(references, pointer)
-        if references[index : index + 1] == [pointer]:
-            return True
-        index = bisect_left(references, f"{pointer}/")
-        return index < len(references) and references[index].startswith(f"{pointer}/")
 
     def _may_write(self, num_chars: int) -> bool:
         """Whether there may be so much more than was given, which one part may do many times."""
@@ -321,23 +310,6 @@ def _inside(one: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
         if isinstance(one.get(name), dict):
             for key in one[name]:
                 yield one[name], key, f"{name}/{escaped(key)}"
-
-
-def _referred_to(root: Any) -> Iterator[str]:
-    """Yield the JSON pointers that references lead to."""
-    pending = [root]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, list):
-            pending += one
-        if not isinstance(one, dict):
-            continue
-        pending += one.values()
-        if not isinstance(reference := one.get("$ref"), str):
-            continue
-        _, _, path = unquote(reference).partition("#")
-        if path.count("/") <= MOST_STEPS:  # what has more leads nowhere
-            yield f"#{path}"
 
 
 def _values(names: Mapping[str, Any]) -> list[Any]:
