@@ -8,19 +8,19 @@ and `schema.check_schema` refuses it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
 from onnxport.serving.structured.lookahead import looks_around, without_lookahead
+from onnxport.serving.structured.references import MOST_STEPS, References
 from onnxport.serving.structured.schema import (
     ANNOTATIONS,
     COMPILER_OPTIONS,
     DRAFT_4,
     EXTENSION,
     FORMATS,
-    MAX_DEPTH,
     MAX_EXACT,
     MAX_PATH,
     ONE_SCHEMA,
@@ -37,7 +37,6 @@ from onnxport.serving.structured.schema import (
 MOST_COUNTED = 2**31 - 1  # what the compiler counts to; no text is as long
 MOST_REFERRED = 8  # schemas, each of which refers to the next one
 MOST_WRITTEN = 1 << 18  # characters of names that are written or read for `propertyNames`
-MOST_STEPS = 3 * (MAX_DEPTH + 1)  # of a reference; what has more leads nowhere
 _COUNTS = ("maxItems", "maxLength", "maxProperties")
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
 _FORMATS_OF_NAMES: Mapping[str, str] = {
@@ -50,7 +49,6 @@ _FORMATS_OF_NAMES: Mapping[str, str] = {
     ),
     "uuid": "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$",
 }
-_REST = re.compile(r"/additionalProperties(?=/|$)")
 _DYNAMIC = ("$dynamicRef", "$recursiveRef", "contains")
 
 
@@ -82,7 +80,7 @@ class _Rewriter:
         self._moved: dict[str, str] = {}  # the pointers of schemas that have another one now
         self._refs: list[dict[str, Any]] = []
         self._room = MOST_WRITTEN
-        self._rests = set(_rests_referred_to(root))
+        self._references = References(root)
         self.narrowed: list[Any] = []
 
     def whole(self) -> Any:
@@ -210,21 +208,54 @@ class _Rewriter:
             return {}
         properties, rest = one.get("properties", {}), one.get("additionalProperties", True)
         takes_rest = isinstance(rest, dict) and not names.keys() <= properties.keys()
-        if f"{old}/additionalProperties" in self._rests and not takes_rest and rest is not False:
-            return {}  # what refers to it would find that nothing fits
+        dropped = {} if takes_rest or rest is False else {"additionalProperties": rest}
+        dropped |= {
+            f"properties/{escaped(name)}": each
+            for name, each in properties.items()
+            if name not in names
+        }
+        moved = self._with_definitions(dropped, one, old)
+        if moved is None:
+            return {}
         kept = {name: each for name, each in properties.items() if name in names}
-        moved: dict[str, str] = {}
+        has_place = False  # whether the schema of further properties has one
         for name in names if rest is not False else ():
             if name in properties:
                 continue
             kept[name] = rest
-            if isinstance(rest, dict) and not moved:
+            if isinstance(rest, dict) and not has_place:
+                has_place = True
                 place = f"properties/{escaped(name)}"
                 moved[place] = "additionalProperties"
                 rest = {"$ref": reference(f"{new}/{place}")}
         del one["propertyNames"]
         one |= {"properties": kept, "additionalProperties": False}
         return moved
+
+    def _with_definitions(
+        self, dropped: Mapping[str, Any], one: dict[str, Any], old: str
+    ) -> dict[str, str] | None:
+        """Define schemas that no property has any more, where references lead to them.
+
+        Args:
+            dropped: the schemas, by their places in one.
+            one: which gets the definitions.
+            old: its JSON pointer.
+
+        Returns:
+            Where they were that are elsewhere now, both from here; None: they cannot be there.
+        """
+        if not self._references.lead_to(old):
+            return {}
+        kept = [place for place in dropped if self._references.lead_to(f"{old}/{place}")]
+        defs = one.get("$defs", {})
+        if kept and not isinstance(defs, dict):
+            return None
+        free = (name for name in map(str, count()) if name not in defs)
+        names = dict(zip(kept, free, strict=False))
+        if names:
+            one["$defs"] = defs | {name: dropped[place] for place, name in names.items()}
+        return {f"$defs/{name}": place for place, name in names.items()}
 
     def _may_write(self, num_chars: int) -> bool:
         """Whether there may be so much more than was given, which one part may do many times."""
@@ -279,25 +310,6 @@ def _inside(one: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
         if isinstance(one.get(name), dict):
             for key in one[name]:
                 yield one[name], key, f"{name}/{escaped(key)}"
-
-
-def _rests_referred_to(root: Any) -> Iterator[str]:
-    """Yield the JSON pointers to `additionalProperties` that references lead to, or through."""
-    pending = [root]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, list):
-            pending += one
-        if not isinstance(one, dict):
-            continue
-        pending += one.values()
-        if not isinstance(reference := one.get("$ref"), str):
-            continue
-        _, _, path = unquote(reference).partition("#")
-        if path.count("/") <= MOST_STEPS:
-            # What is longer leads nowhere: a schema that has others is never so far inside.
-            for found in _REST.finditer(path, 0, MAX_PATH + len("/additionalProperties")):
-                yield f"#{path[: found.end()]}"
 
 
 def _values(names: Mapping[str, Any]) -> list[Any]:

@@ -253,7 +253,7 @@ class StructuredOutputs:
         Raises:
             RequestError: it alone is too long.
         """
-        text = json.dumps(value, ensure_ascii=False)
+        text = compact(value)
         if len(text) > MAX_CHARS:
             raise RequestError(
                 f"{NAMES[kind]} of {len(given)} characters has {len(text)} as it is enforced, with "
@@ -271,7 +271,7 @@ class StructuredOutputs:
         """
         try:
             value = json.loads(given) if isinstance(given, str) else given
-            return value, json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return value, compact(value, allow_nan=False)
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(
                 f"{what} is not valid JSON: {error}; correct it", self._at(name)
@@ -294,3 +294,16 @@ class StructuredOutputs:
                 self._at("choice"),
             )
         return tuple(given)
+
+
+def compact(value: Any, *, allow_nan: bool = True) -> str:
+    """Return a value as JSON without white space.
+
+    Args:
+        value: as JSON is read.
+        allow_nan: whether a number may be none of JSON's.
+
+    Raises:
+        ValueError, TypeError, RecursionError: it is no value of JSON.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=allow_nan, separators=(",", ":"))

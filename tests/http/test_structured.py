@@ -52,6 +52,14 @@ TAGS: dict[str, Any] = {
     "structures": [{"begin": "<function=f>", "schema": COLOR, "end": "</function>"}],
     "triggers": ["<function="],
 }
+NOTHING_FITS: dict[str, Any] = {
+    "type": "triggered_tags",
+    "triggers": ["<"],
+    "tags": [
+        {"begin": "<a>", "content": {"type": "regex", "pattern": pattern}, "end": ""}
+        for pattern in ("a", r"a[^\s\S]")
+    ],
+}
 NEWER: dict[str, Any] = {
     "type": "structural_tag",
     "format": {
@@ -247,6 +255,11 @@ SCHEMA = "response_format.json_schema.schema"
             {"structured_outputs": {"structural_tag": "x"}},
             "structured_outputs.structural_tag",
             "JSON",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": NOTHING_FITS}},
+            "response_format",
+            "no text fits format.tags[1].content of the structural tag",
         ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs", "exactly"),

@@ -391,8 +391,29 @@ def test_parameters_of_tools_that_are_too_large() -> None:
             {"type": "function", "function": {"name": f"f{n}", "parameters": one}}
             for n, one in enumerate(parameters)
         ]
-        with pytest.raises(RequestError, match="cannot be compiled, at most 262144"):
+        with pytest.raises(RequestError, match="cannot be compiled, at most 262144") as caught:
             calls(tools, HERMES, several=False)
+        assert caught.value.param == f"tools.{len(parameters) - 1}.function.parameters"
+
+
+def test_parameters_of_tools_near_the_limit() -> None:
+    """What is closed may be too much then; names in any script count as they are written."""
+
+    def tool(size: int, **more: Any) -> dict[str, Any]:
+        properties = {"日" * size: {"type": "null"}, **more}
+        parameters = {"type": "object", "properties": properties}
+        return {
+            "type": "function",
+            "function": {"name": "f", "parameters": parameters, "strict": True},
+        }
+
+    form = calls([tool(MAX_CHARS - 1000)], HERMES, several=False)
+    assert MAX_CHARS - 1000 < len(form.text) < MAX_CHARS
+    many = {str(number): {"properties": {}} for number in range(500)}
+    size = MAX_CHARS - len(json.dumps(many, separators=(",", ":"))) - 100
+    with pytest.raises(RequestError, match="calls of the functions make a grammar of") as caught:
+        calls([tool(size, **many)], HERMES, several=False)
+    assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("strict", [False, None, True])

@@ -378,13 +378,16 @@ def test_what_is_no_structural_tag(given: Any, found: str) -> None:
 
 def test_what_is_too_long_as_it_is_enforced_alone() -> None:
     schema: Any = {"type": "object", "properties": {"": {"type": "null"}}}
-    name = "x" * (MAX_CHARS - len(json.dumps(schema)))
+    name = "x" * (MAX_CHARS - len(json.dumps(schema, separators=(",", ":"))))
     schema["properties"] = {name: {"type": "null"}}
     assert len(StructuredOutputs(json=schema).text) == MAX_CHARS
-    closed = MAX_CHARS + len(', "additionalProperties": false')
+    assert len(json.dumps(schema, indent=9)) > MAX_CHARS  # white space is not counted
+    assert StructuredOutputs(json=json.dumps(schema, indent=9)).text
+    closed = MAX_CHARS + len(',"additionalProperties":false')
     with pytest.raises(RequestError, match=f"of {MAX_CHARS} characters has {closed} as"):
         StructuredOutputs(json=schema, strict=True)
-    size = len(json.dumps({"type": "structural_tag", "format": tag("", const("x"), "")}))
+    tagged = {"type": "structural_tag", "format": tag("", const("x"), "")}
+    size = len(json.dumps(tagged, separators=(",", ":")))
     format_ = tag("b" * (MAX_CHARS - size), const("x"), "")
     with pytest.raises(RequestError, match=f"structural tag of {MAX_CHARS} characters has") as it:
         form(format_)

@@ -11,7 +11,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
 from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.structured.schema import inner_schemas
-from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
+from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs, compact
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "(?s:.*)"
@@ -70,13 +70,18 @@ def calls(
         parameters = _parameters(index, function, left_out) if enforced else {"type": "object"}
         rules += writer.function(index, function["name"], parameters)
     tell("tools", left_out)
-    return StructuredOutputs(
-        grammar="\n".join(rules), param="tools", has_channels=syntax.has_channels
-    )
+    grammar = "\n".join(rules)
+    if len(grammar) > MAX_CHARS:
+        raise RequestError(
+            f"calls of the functions make a grammar of {len(grammar)} characters, which cannot be "
+            f"compiled, at most {MAX_CHARS} are; make parameters smaller, or send fewer tools",
+            "tools",
+        )
+    return StructuredOutputs(grammar=grammar, param="tools", has_channels=syntax.has_channels)
 
 
 def _num_chars(function: Mapping[str, Any]) -> int:
-    return len(json.dumps(function.get("parameters"), ensure_ascii=False))
+    return len(compact(function.get("parameters")))
 
 
 def _parameters(index: int, function: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
@@ -142,12 +147,12 @@ class _Writer:
     def function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
         """Return the rules of `call_{index}`, a call of a function."""
         if self._in_json:
-            return [f"call_{index}: %json {json.dumps(self._schema(name, parameters))}"]
+            return [f"call_{index}: %json {compact(self._schema(name, parameters))}"]
         tagged = self._syntax.tagged and self._syntax.tagged(name, parameters)
         if not tagged:
             ways = (self._written.call, *self._written.other_calls)
             call = " | ".join(self._call(way, name, f"arguments_{index}") for way in ways)
-            return [f"call_{index}: {call}", f"arguments_{index}: %json {json.dumps(parameters)}"]
+            return [f"call_{index}: {call}", f"arguments_{index}: %json {compact(parameters)}"]
         told = [f"argument_{index}_{at}{each.times}" for at, each in enumerate(tagged.arguments)]
         call = _joined(self._spelled(tagged.before), *told, self._spelled(tagged.behind))
         rules = [f"call_{index}: {call}"]
@@ -176,7 +181,7 @@ class _Writer:
         value, rule = f"value_{place}", ""
         closing = self._spelled(argument.after)
         if isinstance(argument.value, Mapping):
-            rule = f"{value}: %json {json.dumps(argument.value)}"
+            rule = f"{value}: %json {compact(argument.value)}"
         elif argument.value is not None:
             rule = f"{value}: {' | '.join(map(_text, argument.value))}"
         else:
