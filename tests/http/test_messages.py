@@ -22,6 +22,7 @@ from onnxport.serving.http.messages import PING
 from onnxport.serving.http.messages_blocks import Message, conversation
 from onnxport.serving.outputs import Failure
 from onnxport.serving.tokenizer import Tokenizer
+from tests.waiting import PATIENCE_S
 
 from .conftest import RunningServer, StartServer
 from .fake import MODEL as FAKE
@@ -179,26 +180,32 @@ def test_errors_are_the_clients(client: Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         client.messages.create(**ask, model="other")
     with pytest.raises(anthropic.BadRequestError, match="context length"):
-        client.messages.create(model=MODEL, max_tokens=10**6, messages=user("a"), timeout=9)
+        client.messages.create(
+            model=MODEL, max_tokens=10**6, messages=user("a"), timeout=PATIENCE_S
+        )
+
+
+@pytest.fixture(scope="module")
+def keyed(_start: StartServer) -> RunningServer:
+    return _start(api_keys=["right"])
 
 
 @pytest.mark.parametrize("how", [{"api_key": "right"}, {"auth_token": "right"}])
-def test_keys(start_server: StartServer, how: dict[str, Any], monkeypatch: Any) -> None:
+def test_keys(keyed: RunningServer, how: dict[str, Any], monkeypatch: Any) -> None:
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    server = start_server(api_keys=["right"])
     ask: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "messages": user("a")}
-    with Anthropic(base_url=server.url, max_retries=0, **how) as client:
+    with Anthropic(base_url=keyed.url, max_retries=0, **how) as client:
         assert client.messages.create(**ask).type == "message"
     wrong = dict.fromkeys(how, "wrong")
     with (
-        Anthropic(base_url=server.url, max_retries=0, **wrong) as client,
+        Anthropic(base_url=keyed.url, max_retries=0, **wrong) as client,
         pytest.raises(anthropic.AuthenticationError, match="key is wrong"),
     ):
         client.messages.create(**ask)
-    answer = httpx.post(f"{server.url}/v1/messages", json=ask)
+    answer = httpx.post(f"{keyed.url}/v1/messages", json=ask)
     assert "x-api-key: KEY" in error_of(answer, 401, "authentication_error")
-    other = httpx.get(f"{server.url}/v1/models", headers={"x-api-key": "right"})
+    other = httpx.get(f"{keyed.url}/v1/models", headers={"x-api-key": "right"})
     assert other.status_code == 401  # of these routes alone
 
 

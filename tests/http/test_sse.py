@@ -319,18 +319,27 @@ def test_a_client_that_goes_before_the_first_token(slow: RunningServer, held: Pa
     assert stats["num_free_blocks"] == stats["num_blocks"]
 
 
+@pytest.fixture(scope="module")
+def silent(_start: StartServer) -> RunningServer:
+    """A server that fails, and sends no pings."""
+    return _start(fail_after=0, sse_ping_interval_s=0)
+
+
+@pytest.fixture(scope="module")
+def failing(_start: StartServer, hold: Path) -> RunningServer:
+    """A server that fails once it is held no more."""
+    return _start(fail_after=0, hold=str(hold), held_from=0, sse_ping_interval_s=PING_S)
+
+
 @pytest.mark.parametrize("path", ASKS)
 def test_errors_have_a_status_before_the_first_ping_and_are_events_after(
-    start_server: StartServer, held: Path, path: str
+    silent: RunningServer, failing: RunningServer, held: Path, path: str
 ) -> None:
     ask = {"model": MODEL, "stream": True, **ASKS[path]}
-    silent = start_server(fail_after=0, sse_ping_interval_s=0)
     got = httpx.post(f"{silent.url}/v1/{path}", json=ask)
     assert got.status_code == 500
     assert "told to fail" in got.text
-    hold = {"hold": str(held), "held_from": 0}
-    server = start_server(**hold, fail_after=0, sse_ping_interval_s=PING_S)
-    with httpx.stream("POST", f"{server.url}/v1/{path}", json=ask) as response:
+    with httpx.stream("POST", f"{failing.url}/v1/{path}", json=ask) as response:
         assert response.status_code == 200
         body = read_with_pings(response, held)
     assert "told to fail" in body
@@ -344,11 +353,9 @@ def test_errors_have_a_status_before_the_first_ping_and_are_events_after(
 
 
 def test_the_openai_client_raises_an_error_behind_a_ping(
-    start_server: StartServer, held: Path
+    failing: RunningServer, held: Path
 ) -> None:
-    hold = {"hold": str(held), "held_from": 0}
-    server = start_server(**hold, fail_after=0, sse_ping_interval_s=PING_S)
-    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+    with OpenAI(base_url=f"{failing.url}/v1", api_key="unused", max_retries=0) as client:
         told = client.chat.completions.create(model=MODEL, messages=[USER], stream=True)
         held.unlink()
         with pytest.raises(openai.APIError, match="told to fail"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.cpu.library import load_library
+from tests.kernels.builds import build_library
 from tests.kernels.test_isas import processor_flags
 
 ROOT = Path(__file__).parents[2]
@@ -50,23 +51,20 @@ def is_emulated(native: ctypes.CDLL) -> bool:
 @pytest.mark.timeout(1800)  # it compiles all kernels
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets are x86's")
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++, cmake")
-def test_kernels(library: ctypes.CDLL, tmp_path: Path) -> None:
+def test_kernels(library: ctypes.CDLL) -> None:
     if not is_emulated(library):
         pytest.skip("this processor has these sets")
-    configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DONNXPORT_EMULATE=ON"]
-    subprocess.run([*configure, "-DCMAKE_CXX_COMPILER=g++"], check=True, capture_output=True)
-    build = ["cmake", "--build", str(tmp_path), "--parallel", "2", "--target", "onnxport_cpu"]
-    subprocess.run(build, check=True, capture_output=True)
-    emulated = load_library(tmp_path / "onnxport_cpu.so")
     if "avx2" not in (flags := processor_flags()):
         pytest.skip("this processor has no AVX2")
+    path = build_library("emulated", "-DONNXPORT_EMULATE=ON")
+    emulated = load_library(path)
     assert emulated.onnxport_cpu_set_matmul_isa(b"avxvnni")
     assert emulated.onnxport_cpu_set_isa(b"amx") == ({"avx512_bf16", "gfni"} <= flags)
 
     tests = [f"tests/kernels/test_{name}.py" for name in FILES]
     options = ["-m", "not slow", "--hypothesis-profile=fast", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *tests, *options, "--kernels", str(tmp_path)],
+        [sys.executable, "-m", "pytest", *tests, *options, "--kernels", str(path.parent)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -21,6 +21,7 @@ from tests.kernels import (
     norm_cases,
     standalone,
 )
+from tests.kernels.builds import build_library
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.test_emulated import is_emulated
@@ -42,19 +43,15 @@ def runtime(name: str) -> str:
 @pytest.mark.timeout(1800)  # it compiles all kernels
 @pytest.mark.skipif(platform.system() != "Linux", reason="preloads the sanitizer as Linux does")
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++, cmake")
-def test_random_cases_sanitized(library: ctypes.CDLL, tmp_path: Path) -> None:
+def test_random_cases_sanitized(library: ctypes.CDLL) -> None:
     preload = [runtime("libasan.so"), runtime("libubsan.so")]
     if not all(os.path.isabs(path) for path in preload):
         pytest.skip("g++ has no sanitizer libraries")
-    configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DONNXPORT_SANITIZE=ON"]
-    if is_emulated(library):
-        configure.append("-DONNXPORT_EMULATE=ON")
-    subprocess.run([*configure, "-DCMAKE_CXX_COMPILER=g++"], check=True, capture_output=True)
-    build = ["cmake", "--build", str(tmp_path), "--parallel", "2", "--target", "onnxport_cpu"]
-    subprocess.run(build, check=True, capture_output=True)
+    emulate = "ON" if is_emulated(library) else "OFF"
+    path = build_library("sanitized", "-DONNXPORT_SANITIZE=ON", f"-DONNXPORT_EMULATE={emulate}")
     command = [sys.executable, "-m", "tests.kernels.sanitized"]
     done = subprocess.run(
-        [*command, str(tmp_path / "onnxport_cpu.so"), str(NUM_CASES)],
+        [*command, str(path), str(NUM_CASES)],
         cwd=ROOT,
         # Python and its extensions keep memory until they exit, which is no leak of ours.
         env=os.environ | {"LD_PRELOAD": ":".join(preload), "ASAN_OPTIONS": "detect_leaks=0"},

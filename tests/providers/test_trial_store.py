@@ -16,6 +16,7 @@ from onnxport.providers import memory, trial_store
 from onnxport.providers.base import Device, LoadOptions, Probe
 from onnxport.providers.trial import Figures
 from onnxport.providers.trial_store import TrialStore, trial_key
+from tests.waiting import PATIENCE_S
 
 PROBES = {
     "cpu": Probe(True, "", (Device("a processor", 1 << 30),), {"onnxruntime": "1.31.1"}),
@@ -166,7 +167,7 @@ def test_processes_take_turns(tmp_path: Path) -> None:
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(PATIENCE_S)
         assert [process.exitcode for process in processes] == [0, 0, 0]
         pairs = list(order)
     assert len(pairs) == 6

@@ -18,7 +18,7 @@ import numpy as np
 from tests.serving.samplers import native
 from tests.serving.sampling_cases import mixed_batch
 
-CHILD_TIMEOUT_S = 20
+CHILD_TIMEOUT_S = 100
 LOGITS, PARAMS = mixed_batch(40, 33_001)
 EXPECTED = native().sample(LOGITS, PARAMS)
 assert EXPECTED.logprobs is not None

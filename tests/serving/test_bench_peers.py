@@ -481,8 +481,8 @@ def test_a_side_that_is_not_there_ends_a_comparison(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_a_run_that_does_not_end() -> None:
     line = json.dumps({"workload": "W1", "wall_s": 1.0})
-    code = f"import time; print({line!r}, flush=True); time.sleep(60)"
-    found = pairs.run(PAIR, "peer", script(code), ["W1"], 2)
+    command = ["sh", "-c", f"echo '{line}'; exec sleep 3600"]  # tells it long before the end
+    found = pairs.run(PAIR, "peer", command, ["W1"], 2)
     assert found.failed == "not done within 2 s"
     assert found.figures == {"W1": {"wall_s": 1.0}}
 

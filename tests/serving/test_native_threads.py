@@ -20,10 +20,10 @@ from tests.kernels.test_sanitized import runtime
 from tests.serving.samplers import ISAS, native
 from tests.serving.sampling_cases import mixed_batch
 from tests.tiers import examples
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "serving/native/csrc"
-TIMEOUT_S = 120  # of what may hang
 LOGITS, PARAMS = mixed_batch(56, 20_011)  # wide enough to be sampled, and shared
 
 
@@ -67,7 +67,7 @@ def stress(rounds: int) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +97,7 @@ def build(executable: Path, *options: str) -> None:
 
 def drive(executable: Path, what: str) -> None:
     done = subprocess.run(
-        [str(executable), what], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [str(executable), what], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
 

@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import unicodedata
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES, StructuredO
 from onnxport.serving.structured.threads import CompileThreads
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.tokenizer import Tokenizer
+from tests.waiting import PATIENCE_S, wait_until
 
 from .structured import LIMITS, accepts, compiled, tokenizer, vocabulary, write
 
@@ -210,7 +211,7 @@ class Builds:
 
         def build(spec: StructuredOutputs, *rest: Any) -> CompiledGrammar:
             self.texts.append(spec.text)
-            assert self.go.wait(20)
+            assert self.go.wait(PATIENCE_S)
             return really(spec, *rest)
 
         monkeypatch.setattr(compiler, "compile_grammar", build)
@@ -275,9 +276,13 @@ def test_errors_are_kept_too(builds: Builds) -> None:
 
 def test_too_slow(builds: Builds) -> None:
     """A slow one is a client's mistake; who only waits behind slow ones may come again."""
-    limits = CompileLimits(timeout_s=0.05, num_threads=1, max_left=0)
-    made = GrammarCompiler(vocabulary, limits)
+    patient = CompileLimits(timeout_s=PATIENCE_S, num_threads=1, max_left=0)
+    made = GrammarCompiler(vocabulary, patient)
     builds.go.clear()
+    first = threading.Thread(target=made.compile, args=(regex("slow"),))
+    first.start()
+    wait_until(lambda: builds.texts == ["slow"])
+    made._limits = replace(patient, timeout_s=0.05)
     with pytest.raises(RequestError, match=r"took more than 0\.05 s"):
         made.compile(regex("slow"))
     with pytest.raises(OverloadedError, match="1 other grammars"):
@@ -285,8 +290,8 @@ def test_too_slow(builds: Builds) -> None:
     with pytest.raises(RequestError, match=r"took more than 0\.05 s"):
         asyncio.run(made.prepare(regex("slow")))
     builds.go.set()
-    patient = CompileLimits(timeout_s=20, num_threads=1)
     made._limits = patient
+    first.join()
     assert accepts(made.compile(regex("slow")), "slow")
     assert accepts(made.compile(regex("waits")), "waits")
     assert builds.texts == ["slow", "waits"]
@@ -297,19 +302,19 @@ def test_one_that_never_ends_holds_up_no_other() -> None:
     ends = [threading.Event() for _ in range(4)]
     stuck = [threads.submit(end.wait) for end in ends[:3]]
     for number in range(2):
-        _wait_until(stuck[number].running)
+        wait_until(stuck[number].running)
         assert not stuck[number + 1].running()
         threads.leave(stuck[number])
         threads.leave(stuck[number])  # once for each
-    _wait_until(stuck[2].running)
+    wait_until(stuck[2].running)
     late = threads.submit(lambda: "late")
     threads.leave(stuck[2])  # two are left already
     assert not late.done()
     ends[0].set()
-    assert stuck[0].result(5) is True
+    assert stuck[0].result(PATIENCE_S) is True
     assert not late.done()  # who was left behind does nothing more
     threads.leave(stuck[2])
-    assert late.result(5) == "late"
+    assert late.result(PATIENCE_S) == "late"
     threads.close()
     for end in ends:
         end.set()
@@ -319,11 +324,11 @@ def test_threads_that_are_closed_begin_nothing() -> None:
     threads = CompileThreads(1, 0, "test")
     end = threading.Event()
     stuck, waits = threads.submit(end.wait), threads.submit(end.wait)
-    _wait_until(stuck.running)
+    wait_until(stuck.running)
     threads.close()
     assert waits.cancelled()
     end.set()
-    assert stuck.result(5) is True
+    assert stuck.result(PATIENCE_S) is True
 
 
 def test_a_process_ends_beside_one_that_never_does() -> None:
@@ -333,7 +338,8 @@ def test_a_process_ends_beside_one_that_never_does() -> None:
         "CompileThreads(1, 0, 'x').submit(lambda: (begun.set(), threading.Event().wait())); "
         "begun.wait()"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0
 
 
 def test_a_process_that_ends_waits_for_what_the_library_compiles() -> None:
@@ -352,17 +358,14 @@ def test_a_process_that_ends_waits_for_what_the_library_compiles() -> None:
         "except Exception as error: print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "took more than 0.01 s" in done.stdout
-
-
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_the_event_loop_goes_on(builds: Builds) -> None:
@@ -429,7 +432,7 @@ def test_who_waits_is_told_of_the_end(builds: Builds) -> None:
         first = asyncio.create_task(made.prepare(regex("first")))
         second = asyncio.create_task(made.prepare(regex("second")))
         await asyncio.sleep(0)
-        await asyncio.to_thread(_wait_until, lambda: builds.texts == ["first"])
+        await asyncio.to_thread(wait_until, lambda: builds.texts == ["first"])
         made.close()
         with pytest.raises(OnnxportError, match="the engine is closed"):
             await second
