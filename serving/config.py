@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from onnxport.errors import CapacityError
-from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.params import MAX_LOGPROBS
 from onnxport.serving.speculation.config import SpeculationConfig
 
 MOST_TOKENS = 2**20  # of a step; more would not fit any memory
 
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Preemption = Literal["auto", "recompute", "swap"]
 STAGING_BYTES = 256 << 20  # host memory that a disk tier gets when none was given
 

@@ -14,12 +14,11 @@ from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
-from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
+from onnxport.serving.config import EngineConfig, LogprobsMode, Preemption, SchedulingPolicy
 from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
 from onnxport.serving.engine import Engine
 from onnxport.serving.interrupts import Interrupts
 from onnxport.serving.loading import open_engine
-from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of

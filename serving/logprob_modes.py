@@ -7,7 +7,7 @@ for log probabilities and no others: the samplers never have it as a whole.
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from onnxport.serving.numpy_sampler import allowed_ids
 from onnxport.serving.sampled import RowLogprobs
 from onnxport.serving.topm import top_m
 
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 LOGITS: Final = ("raw_logits", "processed_logits")
 PROCESSED: Final = ("processed_logprobs", "processed_logits")
 

@@ -377,7 +377,12 @@ class Planner:
         return draft.open(request, num_past, shared)
 
     def _key_at(self, request: Request, num_past: int) -> bytes | None:
-        """The key of the block that token number `num_past` goes to, if it is going to be full."""
+        """The key of the block that token number `num_past` goes to, if it is going to be full.
+
+        None of a request that would not read it either: it has no reason to wait for it.
+        """
+        if request.params.skip_reading_prefix_cache:
+            return None
         index = num_past // self._pool.block_size
         keys = request.keys
         return keys.key(index) if keys is not None and index < len(keys) else None

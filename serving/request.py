@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.config import LogprobsMode
 from onnxport.serving.drawing import (
     NOTHING_LEFT_OUT,
     RowParams,
@@ -18,12 +19,11 @@ from onnxport.serving.drawing import (
     summary_scale,
 )
 from onnxport.serving.grammar import Grammar
-from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.repetition import Repetition
 from onnxport.serving.rules import LogitRules, SequenceRules
 from onnxport.serving.sampler import RowLogprobs
+from onnxport.serving.stuck import Repetition
 from onnxport.serving.text import TextStream
 
 TOKEN_ID_TYPECODE = "q"  # 64 bits: the contract's int64, so tokens are copied without converting

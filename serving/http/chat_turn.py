@@ -75,16 +75,19 @@ class Turn:
         longest = limits.max_model_len
         most = chat.most_prompt_tokens or longest
         encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, most)
+        prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
+        text, continued = encoded.text, encoded.continued
+        if chat.truncation_side == "right" and len(prompt) < len(encoded.token_ids):
+            text, continued = service.tokenizer.decode(prompt, skip_special_tokens=False), None
         thinking = Thinking.of(
             service,
-            encoded.text,
-            encoded.continued,
+            text,
+            continued,
             is_told=chat.tells_reasoning,
             functions=functions,
             skip_special_tokens=params.skip_special_tokens,
             is_limited=chat.thinking_token_budget is None,
         )
-        prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
         interval = chat.stream_interval or service.stream_interval
         job = Job([prompt], thinking.before(params), options, unique(name), interval)
         return cls(job, functions, thinking, adapter or service.model_name)

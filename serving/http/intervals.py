@@ -25,36 +25,42 @@ async def _joined(
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Yield deltas of at least so many tokens each, but for the first and the last of a choice."""
     begun: set[int] = set()
-    held: dict[int, CompletionDelta] = {}
+    held: dict[int, list[CompletionDelta]] = {}  # joined when they are told, and not before
+    counts: dict[int, int] = {}  # tokens of these
     failure: Exception | None = None
     async with aclosing(deltas):
         try:
             async for choice, delta in deltas:
-                if choice in held:
-                    delta = _join(held.pop(choice), delta)
+                own = held.setdefault(choice, [])
+                own.append(delta)
+                counts[choice] = counts.get(choice, 0) + len(delta.token_ids)
                 ends = delta.finish_reason is not None
-                if choice in begun and not ends and len(delta.token_ids) < interval:
-                    held[choice] = delta
+                if choice in begun and not ends and counts[choice] < interval:
                     continue
                 begun.add(choice)
-                yield choice, delta
+                del held[choice], counts[choice]
+                yield choice, _join(own)
         except Exception as error:
             failure = error
     for choice in sorted(held):
-        yield choice, held[choice]
+        yield choice, _join(held[choice])
     if failure is not None:
         raise failure
 
 
-def _join(first: CompletionDelta, then: CompletionDelta) -> CompletionDelta:
-    """Return two deltas of a choice, one after the other, as one."""
+def _join(deltas: list[CompletionDelta]) -> CompletionDelta:
+    """Return deltas of a choice, one after the other, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
     logprobs = None
-    if first.logprobs is not None or then.logprobs is not None:
-        logprobs = (*(first.logprobs or ()), *(then.logprobs or ()))
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = tuple(one for delta in deltas for one in delta.logprobs or ())
     return replace(
-        then,
-        text=first.text + then.text,
-        token_ids=first.token_ids + then.token_ids,
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(one for delta in deltas for one in delta.token_ids),
         logprobs=logprobs,
-        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+        prompt_logprobs=next(
+            (delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None
+        ),
     )

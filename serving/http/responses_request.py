@@ -57,7 +57,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 # Fields of a chat that are called the same; those of vLLM among them.
 SAME: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_outputs"),
     *("parallel_tool_calls", "chat_template_kwargs", "user", "priority", "cache_salt", "timeout_s"),
     *("thinking_token_budget", "repetition_detection", "skip_reading_prefix_cache"),
@@ -173,6 +173,7 @@ class ResponsesRequest(Strict):
     top_p: Any = None
     top_k: Any = None
     min_p: Any = None
+    typical_p: Any = None
     seed: Any = None
     stop: Any = None
     logit_bias: Any = None

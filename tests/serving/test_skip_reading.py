@@ -74,6 +74,21 @@ def test_several_at_once() -> None:
     assert watch.num_tokens == 3 * (len(PROMPT) + 2 * 11)
 
 
+def test_none_waits_for_what_another_computes() -> None:
+    """They begin alike, and start in one step, as where nothing is cached."""
+    steps = []
+    for cached in (True, False):
+        engine = null_engine(
+            max_num_batched_tokens=2048, num_blocks=256, enable_prefix_caching=cached
+        )
+        for number in range(8):
+            submit(engine, str(number), PROMPT, FRESH)
+        watch = Watch(engine)
+        run(engine)
+        steps.append(len(watch.steps))
+    assert steps[0] == steps[1]
+
+
 def test_without_a_cache_it_changes_nothing() -> None:
     engine = null_engine(enable_prefix_caching=False)
     submit(engine, "a", PROMPT, FRESH)

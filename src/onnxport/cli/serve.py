@@ -40,7 +40,7 @@ from onnxport.cli.model_defaults import (
 from onnxport.cli.session import load_engine
 from onnxport.cli.values import port, positive, seconds
 from onnxport.errors import RequestError
-from onnxport.serving.logprob_modes import LogprobsMode
+from onnxport.serving.config import LogprobsMode
 
 if TYPE_CHECKING:
     from onnxport.providers.base import Capabilities
