@@ -44,13 +44,8 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 # Fields of a chat that are called the same; those of vLLM among them.
 SAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "logit_bias"),
-    *(
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "structured_outputs",
-        "max_tokens",
-    ),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("structured_outputs", "max_tokens"),
     *("priority", "cache_salt", "timeout_s", "repetition_detection"),
     *("skip_reading_prefix_cache", "stream_interval"),
 )

@@ -161,6 +161,19 @@ async def test_which_side_of_a_prompt_is_cut(client: Client, stream: bool) -> No
         assert cut == (whole[:3] if side == "right" else whole[-3:])
 
 
+async def test_what_is_cut_on_the_right_ends_as_it_was_cut(model_folder: Path) -> None:
+    """The template opens a thought at the end of the prompt; without that end there is none."""
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '</think><think>' }}"
+    tokenizer = Tokenizer.from_folder(model_folder, frozenset())
+    client = Client(FakeEngine(tokenizer), model_folder, template=ChatTemplate({"default": source}))
+    thought = (await client.chat("abcdef")).json()["choices"][0]["message"]
+    assert (thought["content"], thought["reasoning_content"]) == (None, "ok")
+    cut = {"truncation_side": "right", "truncate_prompt_tokens": 3}
+    answer = (await client.chat("abcdef", **cut)).json()["choices"][0]["message"]
+    assert tokenizer.decode(client.engine.asked[-1].prompt) == "abc"
+    assert (answer["content"], answer["reasoning_content"]) == ("ok", None)
+
+
 async def test_a_response_is_sampled_like_a_chat(client: Client) -> None:
     fields = {
         "ignore_eos": True,

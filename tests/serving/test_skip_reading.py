@@ -81,9 +81,9 @@ def test_none_waits_for_what_another_computes() -> None:
         engine = null_engine(
             max_num_batched_tokens=2048, num_blocks=256, enable_prefix_caching=cached
         )
+        watch = Watch(engine)
         for number in range(8):
             submit(engine, str(number), PROMPT, FRESH)
-        watch = Watch(engine)
         run(engine)
         steps.append(len(watch.steps))
     assert steps[0] == steps[1]
