@@ -90,6 +90,16 @@ class TagWriter:
         self._write(f"{name}: {body}")
         return self._rule(name, lazy=lazy) if lazy else name
 
+    def _first(self, body: str, ends: Iterable[str]) -> str:
+        """Write a lexeme that ends with the first text that may end it; returns its name.
+
+        The library does not see such an end in the one byte that told it that the lexeme before has
+        ended, so where there may be one, nothing may follow it in the lexeme.
+        """
+        if any(len(end.encode()) == 1 for end in ends):
+            body = f"({body}) & ~(({body}) /(?s:.+)/)"
+        return self._lexeme(body, lazy=True)
+
     def _format(self, format_: Mapping[str, Any], ends: Sequence[str], before: str) -> str:
         """Return a format between the text before it and one of the texts that end it.
 
@@ -99,8 +109,11 @@ class TagWriter:
             before: "" where there is none.
         """
         if (regular := self._regular(format_, ends)) is not None:
-            lazy = bool(ends) and "" not in ends  # a tag ends with the first end
-            return self._lexeme(_joined(self._plain(before), regular), lazy=lazy)
+            if not ends or "" in ends:
+                return self._lexeme(_joined(self._plain(before), regular))
+            if before:
+                return self._lexeme(_joined(self._plain(before), regular), lazy=True)
+            return self._first(regular, ends)  # a tag ends with the first end
         kind = format_["type"]
         if kind == "or":
             return _joined(self._text(before), self._or(format_["elements"], ends))
@@ -219,7 +232,7 @@ class TagWriter:
             rest = _either(
                 self._tag(tag, "", len(trigger)) for tag in tags if tag["begin"].startswith(trigger)
             )
-            ways.append(_joined(self._lexeme(text, lazy=True), rest))
+            ways.append(_joined(self._first(text, [trigger]), rest))
         return _either(ways)
 
     def _last(self, format_: Mapping[str, Any], ends: Sequence[str]) -> str:
@@ -228,7 +241,7 @@ class TagWriter:
         if "" in ends:
             return self._lexeme(f"/{ANY_TEXT}/{self._without(never)}")
         closing = "|".join(map(self._literally, ends))
-        return self._lexeme(f"/{ANY_TEXT}({closing})/{self._without(never)}", lazy=True)
+        return self._first(f"/{ANY_TEXT}({closing})/{self._without(never)}", ends)
 
     def _without(self, never: Collection[str]) -> str:
         """Return what keeps texts out of a lexeme."""

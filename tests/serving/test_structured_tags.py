@@ -154,6 +154,21 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         ['<a>{"a":1}x»', '<a>{"a":1}»'],
         ["<a>»", '<a>{"a":1};»'],
     ),
+    (  # what tells that one part has ended may end the next one
+        some("sequence", {**JSON, "json_schema": {"type": "integer"}}, triggered(["<"], G, H)),
+        ["12<g>a</g>", "1", "12 <h></h>", "1<g>a</g>b<h>x</h>"],
+        ["12<", "12<x", "12<x<g>a</g>", "1x<x<g>a</g>"],
+    ),
+    (
+        some("sequence", regex("[a-c]+"), tag("d", some("or", JSON, ANY), "]"), separated("", G)),
+        ["ad]", "abd]<g>a</g>", "adb]"],
+        ["ad]]", "ad]<g>]", "adb]b]"],
+    ),
+    (
+        some("sequence", regex("[a-c]+|a<b>c"), tag("<b>", some("or", JSON, ANY), [";", "]"])),
+        ["ac<b>]", "ac<b>x;"],
+        ["ac<b>]]", "a<b>];", "a<b>"],
+    ),
     (  # an expression that may be what ends the tag ends with the first of these
         tag("<a>", repeat(1, 2, some("sequence", JSON, regex("[a-z<]*"))), "<b>"),
         ['<a>{"a":1}<b>', '<a>{"a":1}a<{"a":2}bb<b>'],
