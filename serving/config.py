@@ -50,9 +50,9 @@ class EngineConfig:
             `logprob_limits.MOST_LOGPROBS` in all.
         logprobs_mode: what log probabilities are of: "raw_logprobs" of the model's own logits,
             "processed_logprobs" of what a token is drawn from, with what changes logits, the
-            temperature, and -inf for what must not come or is cut by `min_p`, `top_k` and `top_p`;
-            "raw_logits" and "processed_logits" are the logits themselves. Prompts are not
-            sampled, so theirs are raw.
+            temperature, and -inf for what must not come or is cut by `min_p`, `top_k`, `top_p` or
+            llama.cpp's samplers; "raw_logits" and "processed_logits" are the logits themselves.
+            Prompts are not sampled, so theirs are raw.
 
     Raises:
         CapacityError: a limit is out of its range, or two contradict each other.

@@ -24,6 +24,10 @@ from onnxport.serving.tokenizer import Tokenizer
 
 LONGEST = 256  # tokens of a repetition that count
 MOST_LOWERED = 1e5  # of a logit; more would not be told apart
+ROOM = 64  # tokens
+SPARSE = 16  # of so many tokens one, so that looking at these costs less than looking at all
+
+Read = tuple[Ids, NDArray[np.bool_], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,9 @@ class Dry:
     last_n: int  # tokens that are looked at, the last ones; -1: all
     breakers: tuple[bytes, ...] = ()  # a token that has one of them in it is one
     tokenizer: Tokenizer | None = None  # None: no token is one
-    _known: dict[int, bool] = field(default_factory=dict, compare=False)
+    # Of the request's prompt, once a sequence has read it: tokens, breakers and lengths.
+    prompt: list[Read] = field(default_factory=list, init=False, compare=False, repr=False)
+    _known: dict[int, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def breaks(self, token_ids: Iterable[int]) -> list[bool]:
         """Return for each token whether it is a breaker; asked by the engine's thread alone."""
@@ -67,15 +73,17 @@ class Repetitions:
     too: with each token these are one more, or none.
     """
 
-    __slots__ = ("_breaks", "_dry", "_ids", "_lengths", "_size")
+    __slots__ = ("_ahead", "_breaks", "_dry", "_ids", "_lengths", "_num_prompt", "_size")
 
-    def __init__(self, dry: Dry) -> None:
-        """Begin with a sequence of none."""
+    def __init__(self, dry: Dry, num_prompt_tokens: int) -> None:
+        """Begin with a sequence of which so many tokens are its prompt, which is not read yet."""
         self._dry = dry
+        self._num_prompt = num_prompt_tokens
         self._size = 0
         self._ids: Ids = NO_IDS
         self._breaks = np.empty(0, np.bool_)
         self._lengths = np.empty(0, np.int32)
+        self._ahead: tuple[tuple[int, ...], Repetitions] | None = None  # with guesses of this step
 
     def penalties(self, tokens: array[int], assumed: Sequence[int] = ()) -> tuple[Ids, Floats]:
         """Return the tokens that are made less likely, each once, and what is added to them.
@@ -85,40 +93,42 @@ class Repetitions:
             assumed: tokens that are taken to follow, for this call alone.
         """
         if not self._size:
-            self._read_all(tokens)
+            self._read_prompt(tokens[: self._num_prompt])
         for token_id in tokens[self._size :]:
+            self._ahead = None
             self._read(token_id)
-        if not assumed:
-            return self._found()
-        further = Repetitions(self._dry)
-        further._size = self._size
-        further._ids, further._breaks = self._ids[: self._size], self._breaks[: self._size]
-        further._lengths = self._lengths[: self._size]  # all are copied when they grow
-        for token_id in assumed:
-            further._read(token_id)
-        return further._found()
+        return self._with(tuple(assumed))._found() if assumed else self._found()
 
-    def _read_all(self, tokens: array[int]) -> None:
-        """Read the first tokens at once: from the last one back, as long as any are the same."""
-        self._ids = np.array(tokens, np.int64)
-        self._breaks = np.array(self._dry.breaks(tokens), np.bool_)
-        self._size = size = len(tokens)
-        self._lengths = np.zeros(size, np.int32)
-        places = np.arange(size)
-        for length in range(1, min(size, LONGEST) + 1):
-            if self._breaks[size - length]:
-                break
-            places = places[places >= length - 1]
-            places = places[self._ids[places - (length - 1)] == self._ids[size - length]]
-            if not len(places):
-                break
-            self._lengths[places] = length
+    def _with(self, assumed: tuple[int, ...]) -> Repetitions:
+        """Return what would be with more tokens; best asked for one more each time."""
+        read, further = self._ahead or ((), None)
+        if further is None or assumed[: len(read)] != read:
+            read, further = (), Repetitions(self._dry, self._num_prompt)
+            further._size = self._size
+            further._ids, further._breaks, further._lengths = (
+                np.concatenate((one[: self._size], np.zeros(ROOM, one.dtype)))
+                for one in (self._ids, self._breaks, self._lengths)
+            )
+        for token_id in assumed[len(read) :]:
+            further._read(token_id)
+        self._ahead = (assumed, further)
+        return further
+
+    def _read_prompt(self, prompt: array[int]) -> None:
+        """Read the prompt at once; all sequences of a request have the same, and read it once."""
+        if not self._dry.prompt:
+            ids = np.array(prompt, np.int64)
+            breaks = np.array(self._dry.breaks(prompt), np.bool_)
+            self._dry.prompt.append((ids, breaks, _lengths(ids, breaks)))
+        # They are copied when a token comes behind them, and not changed.
+        [(self._ids, self._breaks, self._lengths)] = self._dry.prompt
+        self._size = len(prompt)
 
     def _read(self, token_id: int) -> None:
         """Read one token more."""
         size = self._size
         if size == len(self._ids):  # twice the room, so that growing costs little
-            more = max(64, size)
+            more = max(ROOM, size)
             self._ids = np.concatenate((self._ids, np.zeros(more, np.int64)))
             self._breaks = np.concatenate((self._breaks, np.zeros(more, np.bool_)))
             self._lengths = np.concatenate((self._lengths, np.zeros(more, np.int32)))
@@ -146,10 +156,46 @@ class Repetitions:
         lengths = np.minimum(self._lengths[places], (places - first + 1).astype(np.int32))
         enough = lengths >= least
         places, lengths = places[enough], lengths[enough]
-        token_ids, numbers = np.unique(self._ids[places + 1], return_inverse=True)
-        longest = np.zeros(len(token_ids), np.int32)
-        np.maximum.at(longest, numbers, lengths)
-        return token_ids, (-dry.lowered(longest)).astype(np.float32)
+        following = self._ids[places + 1]
+        longest = np.zeros(int(following.max(initial=0)) + 1, np.int32)
+        order = np.argsort(lengths.astype(np.uint16), kind="stable")  # of repeated ones the last
+        longest[following[order]] = lengths[order]  # is kept
+        token_ids = np.flatnonzero(longest)
+        return token_ids, (-dry.lowered(longest[token_ids])).astype(np.float32)
+
+
+def _lengths(ids: Ids, breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Return how many tokens up to and with each are the last ones, too, int32 [num_tokens].
+
+    From the last one back, as long as any are the same: while there are many all are looked at,
+    then those alone.
+
+    Args:
+        ids: int64 [num_tokens].
+        breaks: which of them are breakers.
+    """
+    size = len(ids)
+    found = np.zeros(size, np.int32)
+    narrow = ids.astype(np.int32)
+    same = np.ones(size, np.bool_)  # whether all so far are
+    places: NDArray[np.int64] | None = None
+    for length in range(1, min(size, LONGEST) + 1):
+        if breaks[size - length]:
+            break
+        wanted = narrow[size - length]
+        if places is None:
+            same[: length - 1] = False
+            same[length - 1 :] &= narrow[: size - length + 1] == wanted
+            found += same
+            if np.count_nonzero(same) * SPARSE < size:
+                places = np.flatnonzero(same)
+        else:
+            places = places[places >= length - 1]
+            places = places[narrow[places - (length - 1)] == wanted]
+            found[places] = length
+        if places is not None and not len(places):
+            break
+    return found
 
 
 def dry_of(params: SamplingParams, tokenizer: Tokenizer | None) -> Dry | None:

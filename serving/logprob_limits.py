@@ -74,6 +74,9 @@ def check_total(params: SamplingParams, num_scored: int, num_generated: int) -> 
         "prompt_logprobs": (params.prompt_logprobs or 0, num_scored),
         "logprobs": (params.logprobs or 0, num_generated * params.num_sequences),
     }
+    if named := len(params.logprob_token_ids or ()):
+        count, positions = places.pop("logprobs")
+        places["logprobs and logprob_token_ids"] = (count + named, positions)
     many = {name: one for name, one in places.items() if one[0] > MAX_LOGPROBS}
     total = sum(count * positions for count, positions in many.values())
     if total > MOST_LOGPROBS:
@@ -83,5 +86,5 @@ def check_total(params: SamplingParams, num_scored: int, num_generated: int) -> 
         raise RequestError(
             f"{parts} are {total} log probabilities, and one request may have {MOST_LOGPROBS}; ask "
             "for fewer of each token, or for fewer tokens (max_tokens, a shorter prompt)",
-            next(iter(many)),
+            next(iter(many)).partition(" ")[0],
         )

@@ -11,6 +11,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.text import HALF, is_whole
 
 MAX_LOGPROBS = 20  # of one position, unless the engine is told otherwise; OpenAI's and vLLM's
 MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's
@@ -251,6 +252,8 @@ class SamplingParams:
         name = "dry_sequence_breakers"
         breakers = _texts(name, self.dry_sequence_breakers)
         object.__setattr__(self, name, breakers)
+        if half := [text for text in breakers if not is_whole(text)]:
+            raise RequestError(f"{name} holds {half[0]!r}, which {HALF}", name)
         longest = max(map(len, breakers), default=0)
         if len(breakers) > MAX_DRY_BREAKERS or longest > MAX_DRY_BREAKER:
             raise RequestError(
@@ -373,6 +376,8 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
     Raises:
         RequestError: one is empty, or is no text.
     """
+    if given is not None and not isinstance(given, Iterable):
+        raise RequestError(f"{name} is {given!r}; give a list of texts", name)
     texts = (given,) if isinstance(given, str) else tuple(given or ())
     if any(not isinstance(text, str) or not text for text in texts):
         kind = _KINDS[name]

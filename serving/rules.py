@@ -120,7 +120,7 @@ class SequenceRules:
         self._banned_early = _Banned(early, address_of(early))
         budget = rules.budget
         self._budget = None if budget is None else SequenceBudget(budget, num_prompt_tokens)
-        self._repetitions = None if rules.dry is None else Repetitions(rules.dry)
+        self._repetitions = None if rules.dry is None else Repetitions(rules.dry, num_prompt_tokens)
 
     def edits(self, tokens: array[int], assumed: Sequence[int] = ()) -> RowEdits:
         """Return what changes in the logits of the next token.

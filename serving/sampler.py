@@ -107,9 +107,9 @@ def sample(
 ) -> Sampled:
     """Sample one token a row.
 
-    The changes come first, then temperature, `min_p`, `top_k` over what is left, and `top_p` over
-    what is left then (as in vLLM). Of tokens with equal logits the lowest id counts as the
-    likeliest. Log probabilities are of the logits as given.
+    The changes come first, then temperature (as in vLLM). `top_n_sigma`, `min_p`, `top_k`,
+    `typical_p`, `top_p` and XTC each choose among what the one before left. Of tokens with equal
+    logits the lowest id counts as the likeliest. Log probabilities are of the logits as given.
 
     Args:
         logits: float32 [num_rows, vocab]; changed for the time of the call where rows ask for it.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -70,23 +72,47 @@ def test_penalties_are_those_of_plain_loops(
 ) -> None:
     """However many tokens are read at once, and whether some of them are guessed."""
     dry = Breaking(0.8, 1.75, allowed, last_n)
-    repetitions = Repetitions(dry)
-    for size in range(min(first, len(sequence)), len(sequence) + 1):
-        read, assumed = sequence[: max(1, size - guessed)], sequence[max(1, size - guessed) : size]
+    prompt = min(first, len(sequence))
+    siblings = Repetitions(dry, prompt), Repetitions(dry, prompt)
+    for size in range(prompt, len(sequence) + 1):
+        start = max(1, size - guessed)
+        read, assumed = sequence[:start], sequence[start:size]
         expected = pytest.approx(slowly(dry, sequence[:size]))
-        assert told(Repetitions(dry), read, *assumed) == expected
-        assert told(repetitions, sequence[:size]) == expected
+        assert told(Repetitions(replace(dry), start), read, *assumed) == expected
+        for one in siblings:
+            assert told(one, sequence[:size]) == expected
+            for end in range(size, min(size + guessed, len(sequence)) + 1):
+                guesses = sequence[size:end]
+                assert told(one, sequence[:size], *guesses) == pytest.approx(
+                    slowly(dry, sequence[:end])
+                )
+            wrong = [*sequence[size : size + 1], 2]
+            assert told(one, sequence[:size], *wrong) == pytest.approx(
+                slowly(dry, [*sequence[:size], *wrong])
+            )
 
 
 def test_longest_repetitions() -> None:
     dry = Dry(1.0, 1.01, 2, -1)
     sequence = [3] * (2 * LONGEST)
-    assert told(Repetitions(dry), sequence) == pytest.approx({3: 1.01 ** (LONGEST - 2)})
-    gradually = Repetitions(dry)
+    assert told(Repetitions(dry, len(sequence)), sequence) == pytest.approx(
+        {3: 1.01 ** (LONGEST - 2)}
+    )
+    gradually = Repetitions(replace(dry), 1)
     for size in range(1, len(sequence) + 1):
         found = told(gradually, sequence[:size])
     assert found == pytest.approx({3: 1.01 ** (LONGEST - 2)})
-    assert told(Repetitions(Dry(1.0, 100.0, 2, -1)), sequence) == {3: MOST_LOWERED}
+    most = Repetitions(Dry(1.0, 100.0, 2, -1), 300)
+    assert told(most, sequence) == {3: MOST_LOWERED}
+
+
+def test_long_prompts_of_few_words() -> None:
+    """Where many places are the same as the end, and then few."""
+    dice = random.Random(2)
+    sequence = [dice.choice([0, 0, 0, 1, 2]) for _ in range(600)]
+    for end in (sequence, [*sequence, *sequence[100:130]], [0] * 400 + [1] + [0] * 300):
+        dry = Dry(0.8, 1.1, 2, -1)
+        assert told(Repetitions(dry, len(end)), end) == pytest.approx(slowly(dry, end))
 
 
 def test_biases_and_penalties_of_one_token_add_up() -> None:
@@ -111,6 +137,10 @@ def test_breakers_are_tokens_with_their_text_and_special_ones() -> None:
 def test_what_asks_for_nothing() -> None:
     assert dry_of(SamplingParams(dry_base=3.0), None) is None
     assert dry_of(SamplingParams(dry_multiplier=1.0, dry_penalty_last_n=0), None) is None
+    with pytest.raises(RequestError, match="dry_sequence_breakers holds"):
+        SamplingParams(dry_sequence_breakers=("\ud800",))
+    with pytest.raises(RequestError, match="give a list of texts"):
+        SamplingParams(dry_sequence_breakers=5)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="need a tokenizer"):
         dry_of(SamplingParams(dry_multiplier=1.0), None)
     dry = dry_of(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=()), None)

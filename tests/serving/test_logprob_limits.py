@@ -121,6 +121,16 @@ def test_more_than_memory_should_hold_is_refused() -> None:
     check_total(usual, 1_000_000, 1_000_000)
 
 
+def test_named_tokens_count() -> None:
+    named = tuple(range(128))
+    many = SamplingParams(n=128, max_tokens=8192, logprob_token_ids=named)
+    with pytest.raises(RequestError, match=r"128 \(logprobs and logprob_token_ids\)") as caught:
+        check_total(many, 0, 8192)
+    assert caught.value.param == "logprobs"
+    few = SamplingParams(n=128, max_tokens=8192, logprob_token_ids=named[:19], logprobs=1)
+    check_total(few, 0, 8192)
+
+
 def test_the_engine_refuses_more_than_memory_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprob_limits, "MOST_LOGPROBS", 4 * VOCAB)
     engine = null_engine(max_logprobs=-1, max_model_len=20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 
@@ -48,6 +49,17 @@ def test_xtc_leaves_out_all_likely_choices_but_the_last(sampler: Sampler) -> Non
     assert kept(sampler, chances, row) == pytest.approx(dict(enumerate(chances)), abs=2e-3)
     row = row._replace(thinning=Thinning(xtc_threshold=0.0))
     assert kept(sampler, chances, row) == {0: 1.0}
+
+
+def test_what_xtc_leaves_may_weigh_nothing_beside_the_rest(sampler: Sampler) -> None:
+    logits = np.random.default_rng(1).normal(0, 15, (1, 1000)).astype(np.float32)
+    for threshold in (0.0, 1e-15):
+        thinning = Thinning(xtc_threshold=threshold)
+        rows = [RowParams(1.0, uniform=i / 60, thinning=thinning) for i in range(60)]
+        drawn = {*sampler.sample(np.repeat(logits, 60, axis=0), rows).token_ids}
+        weights = np.exp(logits[0].astype(np.float64) - logits.max())
+        likely = weights >= max(threshold * weights.sum(), math.exp(-87))
+        assert weights[[*drawn]].max() <= weights[likely].min() * 1.0001
 
 
 def test_xtc_looks_at_what_top_p_left(sampler: Sampler) -> None:

@@ -42,7 +42,7 @@ struct Undo {
 
 struct Scratch {
   const float* ahead = nullptr;  // the row that this thread is likely to do next; null: none
-  Shelf allowed, head, kept, sorted, typical, bounds, split, bracketed, parts[2];
+  Shelf allowed, head, kept, sorted, typical, others, bounds, split, bracketed, parts[2];
   std::vector<float> given, changed;  // summaries: of a row, and of what is chosen from
   std::vector<float> weights, factors, sample;
   float sample_minimum = 0.f;

@@ -8,12 +8,6 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-float weight_of(const Kernels& kernels, float value, Weighing by) {
-  float weight;
-  kernels.weigh(&value, 1, by, &weight);
-  return weight;
-}
-
 // How far the surprise of tokens, -log p, is from what it is on average.
 class Surprise {
  public:
@@ -100,29 +94,59 @@ Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, d
   return shelf.first(static_cast<int64_t>(size));
 }
 
-// The weights of the tokens that XTC leaves out: of those down to `last` whose share of the weights
-// is at least `threshold`, all but the least likely one. They are the largest.
-double left_out(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
-                Descent::Stop last, double threshold) {
-  const double bound = threshold * last.sum;
-  double sum = 0.0, least = INFINITY;
+// The likely choices of some candidates: those of at least a share of the weights.
+struct Choices {
+  double sum = 0.0;        // of their weights
+  float least = INFINITY;  // the value of the least likely one,
+  int64_t last = -1;       // which is the last of equals, as a candidate
+};
+
+Choices choices_of(const Kernels& kernels, const Candidates& all, Weighing by, double bound) {
+  Choices found;
   float weights[kChunk];
   for (int64_t begin = 0; begin < all.size; begin += kChunk) {
     const int64_t count = std::min(kChunk, all.size - begin);
     kernels.weigh(all.values + begin, count, by, weights);
     for (int64_t i = 0; i < count; i++) {
-      const double weight = weights[i];
-      if (weight < bound) continue;
-      sum += weight;
-      least = std::min(least, weight);
+      if (static_cast<double>(weights[i]) < bound) continue;
+      found.sum += static_cast<double>(weights[i]);
+      const float value = all.values[begin + i];
+      if (value > found.least) continue;
+      found.least = value;
+      found.last = begin + i;
     }
   }
-  if (sum == 0.0) return 0.0;
-  if (last.place >= 0 && sum > last.sum) {  // some of them are behind it
-    sum = last.sum;
-    least = weight_of(kernels, row.values[last.place], by);
+  return found;
+}
+
+// The place of the token that is drawn once XTC has left out the likely choices but the least
+// likely one. What it leaves is looked at by itself: it may weigh too little beside what it leaves
+// out.
+int32_t draw_others(const Kernels& kernels, const Candidates& all, Weighing by, Descent::Stop end,
+                    const Request& request, Scratch& s) {
+  const Choices choices = choices_of(kernels, all, by, request.xtc_threshold * end.sum);
+  if (end.place >= 0 && choices.sum >= end.sum) return end.place;  // there are no others
+  Shelf& shelf = s.others;
+  shelf.make_room(all.size);
+  size_t size = 0;
+  for (int64_t i = 0; i < all.size; i++) {
+    shelf.values[size] = all.values[i];
+    shelf.places[size] = all.place(i);
+    size += choices.last < 0 || i == choices.last || all.values[i] < choices.least;
   }
-  return sum - least;
+  const Candidates others = shelf.first(static_cast<int64_t>(size));
+  const Range range = kernels.scan(others.values, others.size);
+  const Descent descent(kernels, others, range, {range.maximum, by.scale}, s);
+  double total = descent.total();
+  if (end.place >= 0) {  // those behind the end are among them
+    float weight;
+    kernels.weigh(&range.maximum, 1, by, &weight);
+    const double unit = static_cast<double>(weight);  // what 1 of the others' weights is
+    const double left = choices.last < 0 ? end.sum : end.sum - choices.sum + unit;
+    if (unit > 0.0) total = std::min(total, left / unit);
+  }
+  const Descent::Stop stop = descent.find(request.uniform * total);
+  return end.place >= 0 && stop.sum > total ? end.place : stop.place;
 }
 
 }  // namespace
@@ -135,7 +159,7 @@ float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
   return static_cast<float>(maximum - deviations * std::sqrt(variance));
 }
 
-int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& kept, Weighing by,
+int32_t draw_thinned(const Kernels& kernels, const Candidates& kept, Weighing by,
                      const Request& request, Scratch& s) {
   const bool is_typical = request.typical_p < 1.0;
   const Candidates all = is_typical ? typical(kernels, kept, by, request.typical_p, s) : kept;
@@ -144,11 +168,8 @@ int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& k
   if (request.top_p < 1.0) {
     last = descent.find(std::nextafter(request.top_p * descent.total(), 0.0));
   }
-  double skipped = 0.0;
-  if (request.xtc_threshold <= 1.0) {
-    skipped = left_out(kernels, row, all, by, last, request.xtc_threshold);
-  }
-  const Descent::Stop stop = descent.find(skipped + request.uniform * (last.sum - skipped));
+  if (request.xtc_threshold <= 1.0) return draw_others(kernels, all, by, last, request, s);
+  const Descent::Stop stop = descent.find(request.uniform * last.sum);
   return last.place >= 0 && stop.sum > last.sum ? last.place : stop.place;
 }
 
