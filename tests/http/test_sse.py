@@ -311,7 +311,9 @@ def test_a_client_that_goes_before_the_first_token(slow: RunningServer, held: Pa
     with slow.asking("completions", ask) as connection:
         got = b""
         while b": ping" not in got:
-            got += connection.recv(1000)
+            more = connection.recv(1000)
+            assert more, got
+            got += more
     held.unlink()
     assert got.startswith(b"HTTP/1.1 200")
     assert b"data:" not in got
