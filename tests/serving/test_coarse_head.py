@@ -80,7 +80,7 @@ LEFT_OUT: list[dict[str, Any]] = [  # by what llama.cpp has
     {"seed": 2, "typical_p": 0.8, "top_k": 20},
     {"seed": 3, "xtc_probability": 0.5, "xtc_threshold": 0.01},
     {"seed": 4, "dry_multiplier": 3.0, "dry_sequence_breakers": (), "min_p": 0.01, "n": 2},
-    {"seed": 5, "typical_p": 0.9, "top_k": 9, "xtc_probability": 1.0, "xtc_threshold": 0.05},
+    {"seed": 5, "typical_p": 0.9, "top_k": 9, "xtc_probability": 1.0, "n": 3},
     {"temperature": 0.0, "dry_multiplier": 3.0, "dry_sequence_breakers": ()},
 ]
 MIXED: list[dict[str, Any]] = [
