@@ -46,7 +46,7 @@ class SlotTurns:
             to end before the next step is planned.
 
         Raises:
-            DeviceLostError: the device is gone.
+            DeviceLostError: the device is gone. Who waits is as it was, until the next call.
         """
         kept = {one.adapter.number for one in running if one.adapter is not None}
         ahead: set[int] = set()  # adapters of requests that wait and have a slot
@@ -54,7 +54,6 @@ class SlotTurns:
         heads = [(waiting.place(one := next(line)), number, one) for number, line in lines.items()]
         heapq.heapify(heads)
         failed: list[Failed] = []
-        self.first, self.bars = None, NO_BARS
         while heads:
             place, number, request = heads[0]
             try:
@@ -73,7 +72,7 @@ class SlotTurns:
             kept.add(number)
             ahead.add(number)
             heapq.heappop(heads)
-        self._draining = None
+        self.clear()
         return failed
 
     def clear(self) -> None:
@@ -99,8 +98,9 @@ class SlotTurns:
             number: None for number in wanted if not adapters.has_slot(number)
         }
         bars[self._draining] = place  # who is ahead may start
+        first = None
         if self._draining not in ahead:  # else those are still to start, and must find room
-            self.first = request
+            first = request
             assert request.adapter is not None
             bars[request.adapter.number] = place
-        self.bars = bars
+        self.first, self.bars = first, bars

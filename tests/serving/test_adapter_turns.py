@@ -318,6 +318,32 @@ def test_a_device_that_is_lost_while_a_slot_is_written() -> None:
         assert tokens(own) == alone_with(seed, PROMPT, params)
 
 
+def test_a_device_that_is_lost_while_a_drained_slot_is_written() -> None:
+    """Who waited behind the one that gets it may start when that one is gone."""
+    spare = NullModel(null_options(max_adapters=2))
+    engine = few_slots(3, 2, model_type=Failing, fallbacks=[spare])
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    submit(engine, "a", PROMPT, lengths(60), adapter="0")
+    checked_step(engine)
+    submit(engine, "b", PROMPT, lengths(6), adapter="1")
+    checked_step(engine)
+    submit(engine, "wants", PROMPT, adapter="2")
+    checked_step(engine)
+    submit(engine, "same", PROMPT, lengths(3), adapter="0")
+    while len(engine._scheduler.running) > 1:
+        checked_step(engine)
+    assert engine._runtime.turns.bars
+    model.failure = DeviceLostError("unplugged")
+    engine.step()
+    assert null_model(engine) is spare
+    assert engine._scheduler._queues.bars == engine._runtime.turns.bars
+    engine.abort("wants")
+    deltas = run(engine)
+    assert tokens(deltas["same"]) == alone_with(0, PROMPT, lengths(3))
+    assert deltas["a"][-1].finish_reason == "length"
+
+
 def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:
     engine = few_slots(3, 1)
     submit(engine, "a", PROMPT, lengths(9), adapter="0")
