@@ -148,6 +148,45 @@ def test_a_stream_of_requests_does_not_starve_who_waits(n: int) -> None:
     run(engine)
 
 
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+def test_a_stream_of_a_higher_priority_holds_up_its_own_slot_alone(policy: str) -> None:
+    engine = few_slots(3, 2, {"scheduling_policy": policy})
+    for name, adapter, priority in (("d", "0", 0), ("e", "1", 1), ("wants", "2", 1)):
+        submit(engine, name, PROMPT[:5], lengths(12), adapter=adapter, priority=priority)
+        checked_step(engine)
+    for number in range(1, 60):  # before one of either ends the next one comes
+        if number % 8 == 0:
+            submit(engine, f"d{number}", PROMPT[:5], lengths(12), adapter="0", priority=0)
+        if number % 8 == 4:
+            submit(engine, f"e{number}", PROMPT[:5], lengths(12), adapter="1", priority=1)
+        if any(one.request_id == "wants" for one in checked_step(engine)):
+            break
+    assert number < 20
+    run(engine)
+
+
+def test_nobody_passes_who_waits_where_both_slots_are_held_from_ahead_in_turns() -> None:
+    engine = few_slots(3, 2, {"scheduling_policy": "priority"}, max_num_seqs=6)
+    for name, adapter, priority in (("d", "0", 0), ("e", "1", 0), ("wants", "2", 1)):
+        submit(engine, name, PROMPT[:5], lengths(14), adapter=adapter, priority=priority)
+        checked_step(engine)
+    submit(engine, "ahead 0", PROMPT[:5], lengths(14), adapter="0", priority=0)
+    checked_step(engine)  # then the other slot is drained, too
+    started = []
+    for number in range(4, 80):
+        if number % 4 == 0:
+            adapter = str(number // 4 % 2)
+            submit(engine, f"ahead {number}", [number], lengths(14), adapter=adapter, priority=0)
+        if number % 5 == 0:
+            adapter = str(number // 5 % 2)
+            submit(engine, f"behind {number}", [number], lengths(2), adapter=adapter, priority=1)
+        started += [one.request_id for one in checked_step(engine)]
+    assert not [one for one in started if one.startswith(("behind", "wants"))]
+    while engine.has_work:
+        started += [one.request_id for one in checked_step(engine)]
+    assert next(one for one in started if one.startswith(("behind", "wants"))) == "wants"
+
+
 def test_a_slot_is_free_and_rows_are_not() -> None:
     engine = few_slots(2, 1, max_num_seqs=1)
     engine.adapters.unload("0")
