@@ -46,8 +46,9 @@ class SlotTurns:
             waiting: the others: none of them may start without a slot.
 
         Returns:
-            Requests whose adapter could not be written to a slot, each with the reason. They have
-            to end before the next step is planned.
+            Requests whose adapter could not be written to a slot, each with the reason: all that
+            wait for an adapter whose numbers a slot cannot hold, else the one that it was tried
+            for. They have to end before the next step is planned.
 
         Raises:
             DeviceLostError: the device is gone. Who waits is as it was, until the next call.
@@ -66,7 +67,11 @@ class SlotTurns:
                     return failed
             except DeviceLostError:
                 raise
-            except (AdapterError, CapacityError, ProviderError) as error:
+            except AdapterError as error:  # it cannot be written for any of them
+                failed += [(one, error) for one in (request, *lines[number])]
+                heapq.heappop(heads)
+                continue
+            except (CapacityError, ProviderError) as error:
                 failed.append((request, error))
                 if (following := next(lines[number], None)) is None:
                     heapq.heappop(heads)

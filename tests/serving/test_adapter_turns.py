@@ -310,8 +310,10 @@ class Failing(NullModel):
     """Fails to write a slot while it is told to."""
 
     failure: Exception | None = None
+    writes = 0
 
     def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        self.writes += adapter is not None
         if self.failure is not None and adapter is not None:
             raise self.failure
         super().set_adapter(slot, adapter)
@@ -339,6 +341,32 @@ def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exceptio
     assert tokens(deltas) == alone_with(0, PROMPT, lengths(9))
     submit(engine, "again", PROMPT, adapter="2")
     assert tokens(run(engine)["again"]) == alone_with(2, PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("failure", "num_tried"),
+    [(AdapterError("too large"), 1), (CapacityError("memory"), 6), (ProviderError("device"), 6)],
+)
+def test_numbers_that_no_slot_holds_are_tried_once_for_all_that_wait(
+    failure: Exception, num_tried: int
+) -> None:
+    engine = few_slots(2, 1, {"scheduling_policy": "fair"}, model_type=Failing)
+    engine.adapters.unload("0")
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    for number in range(6):
+        options: Any = {"tenant": f"{number % 2}", "priority": number % 3}
+        submit(engine, f"{number}", PROMPT[:5], lengths(2), adapter="1", **options)
+    submit(engine, "none", PROMPT[:5], lengths(2))
+    model.failure, model.writes = failure, 0
+    deltas = checked_step(engine)
+    assert model.writes == num_tried
+    told = {one.request_id: one.error for one in deltas if one.finish_reason == "error"}
+    assert told == dict.fromkeys(map(str, range(6)), f"{type(failure).__name__}: {failure}")
+    model.failure = None
+    engine.adapters.load("1", content(3), in_place=True)  # others of that name are not concerned
+    submit(engine, "again", PROMPT, adapter="1")
+    assert tokens(run(engine)["again"]) == alone_with(3, PROMPT)
 
 
 def test_a_device_that_is_lost_while_a_slot_is_written() -> None:
