@@ -343,6 +343,51 @@ def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exceptio
     assert tokens(run(engine)["again"]) == alone_with(2, PROMPT)
 
 
+class FailingFor(NullModel):
+    """Fails to write some adapters, the first of them after something was changed."""
+
+    failing: tuple[LoraAdapter, ...] = ()
+
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        if any(adapter is one for one in self.failing):
+            if adapter is self.failing[0]:
+                super().set_adapter(slot, None)
+            raise ProviderError("device")
+        super().set_adapter(slot, adapter)
+
+
+@pytest.mark.parametrize("restores", [True, False])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_who_would_lose_its_slot_keeps_it_if_the_other_cannot_be_written(
+    restores: bool, hidden: bool
+) -> None:
+    engine = few_slots(3, 1, {"max_host_adapters": 4}, model_type=FailingFor)
+    model = null_model(engine)
+    assert isinstance(model, FailingFor)
+    adapters = engine.adapters
+    [first, bad, _] = adapters.loaded
+    model.failing = (content(1).adapter, *([] if restores else [content(0).adapter]))
+    submit(engine, "fails", PROMPT, adapter="1")
+    submit(engine, "waits", PROMPT, adapter="0")
+    if hidden:
+        adapters.unload("0")
+        adapters.load("0", content(4))  # another one of that name is not concerned
+    with pytest.raises(ProviderError, match="device"):
+        adapters.put(bad.number, ())
+    assert adapters.num_swaps == 0
+    assert adapters.has_slot(first.number) == restores
+    assert "0" in {one.name for one in adapters.loaded}
+    engine.check()
+    model.failing = model.failing[:1]
+    deltas = run(engine)
+    assert deltas["fails"][-1].finish_reason == "error"
+    assert tokens(deltas["waits"]) == alone_with(0, PROMPT)
+    assert engine.stats().num_adapter_swaps == 0
+    submit(engine, "next", PROMPT, adapter="2")
+    assert tokens(run(engine)["next"]) == alone_with(2, PROMPT)
+    assert engine.stats().num_adapter_swaps == (not hidden)
+
+
 @pytest.mark.parametrize(
     ("failure", "num_tried"),
     [(AdapterError("too large"), 1), (CapacityError("memory"), 6), (ProviderError("device"), 6)],
