@@ -375,7 +375,7 @@ class AdapterRegistry:
         self._num_wanted += entry.num_requests > 0
 
     def _fill(self, slot: int, weights: LoraAdapter) -> None:
-        """Write a slot; if that fails, what was there before is there again, or the slot is free."""
+        """Write a slot; if that fails, what was there is there again, or the slot is free."""
         try:
             self._model.set_adapter(slot, weights)
         except DeviceLostError:  # the next model gets what was there before

@@ -133,6 +133,21 @@ def test_others_yield_to_a_higher_priority_that_needs_a_slot() -> None:
         assert tokens(own) == alone_with(None, PROMPT, lengths(30))
 
 
+def test_others_yield_to_a_request_behind_one_that_waits_for_a_slot() -> None:
+    engine = few_slots(2, 1, {"scheduling_policy": "priority"}, max_num_seqs=2)
+    submit(engine, "a", PROMPT, lengths(60), adapter="0", priority=1)
+    submit(engine, "b", PROMPT, lengths(60), priority=1)
+    deltas = [*checked_step(engine), *checked_step(engine)]
+    submit(engine, "waits", PROMPT, lengths(2), adapter="1")
+    deltas += checked_step(engine)
+    submit(engine, "none", PROMPT, lengths(2))
+    deltas += [one for group in run(engine).values() for one in group]
+    for name, adapter, n in (("waits", 1, 2), ("none", None, 2), ("a", 0, 60), ("b", None, 60)):
+        own = [one for one in deltas if one.request_id == name]
+        assert tokens(own) == alone_with(adapter, PROMPT, lengths(n))
+    assert engine.stats().num_preemptions == 2
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_of_requests_does_not_starve_who_waits(n: int) -> None:
     engine = few_slots(2, 1, max_num_seqs=4)
