@@ -311,6 +311,7 @@ def test_tenants_of_many_rows_take_turns_for_one_slot(seed: int) -> None:
             several,
             adapter=draw.choice([None, "0", "1", "2"]),
             tenant=draw.choice("abc"),
+            priority=draw.randint(0, 2) * (seed % 2),
         )
         for _ in range(draw.choice([0, 0, 1, 9])):
             checked_step(engine)
