@@ -21,8 +21,9 @@ The policy:
   keeps all that come after it waiting too.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
   released, its tokens kept, and it waits to go on. Running requests of a lower priority also
-  yield to the first waiting request when that makes room for it. The first in rank never yields
-  and, as `submit` accepts only what fits the whole pool, always gets on.
+  yield to the first waiting request that may start, when that makes room for it beside what those
+  ahead of it keep. The first in rank never yields and, as `submit` accepts only what fits the whole
+  pool, always gets on.
 
 What follows, for requests of one priority while nobody is preempted, with B tokens a step and R
 rows. A running request gets a token every step, and no step has more than B tokens. From when a row
@@ -140,9 +141,10 @@ class Planner:
         """
         budget = budget_tokens or self._max_num_batched_tokens
         draft = self._make_room(loading, budget) if only is None else self._draft(budget)
-        prefills = self._plan_decodes(draft, only)
-        if prefills or self._queues.waiting:
-            self._plan_prompts(draft, prefills, only, loading)
+        self._fill(draft, only, loading)
+        if draft.yielding and not draft.requests:  # another one's turn was before, and has no room
+            draft = self._draft(budget)
+            self._fill(draft, only, loading)
         if guess is not None and draft.num_decodes and draft.budget:
             drafts = guess(draft.requests[: draft.num_decodes], draft.budget)
             for row in range(draft.num_decodes):
@@ -152,6 +154,14 @@ class Planner:
         assert not stuck, "unfinished requests, and none can go on"
         return draft.freeze()
 
+    def _fill(
+        self, draft: Draft, only: Collection[Request] | None, loading: Collection[Request]
+    ) -> None:
+        """Plan what is to be computed, without drafts."""
+        prefills = self._plan_decodes(draft, only)
+        if prefills or self._queues.waiting:
+            self._plan_prompts(draft, prefills, only, loading)
+
     def _draft(self, budget: int) -> Draft:
         rows = self._max_num_seqs - self._queues.num_rows
         return Draft(self._pool, budget, rows)
@@ -159,15 +169,13 @@ class Planner:
     def _make_room(self, loading: Collection[Request], budget: int) -> Draft:
         """Begin a plan: lower priorities yield to the first waiting request if that lets it start.
 
-        They yield for as little as possible, and not at all if it does not help, as where others
-        of its priority, whose turn may come before, keep their room meanwhile.
+        The first is the first that may start now. They yield for as little as possible, and not at
+        all if it does not help, as where others whose turn may come before keep their room
+        meanwhile.
         """
         draft = self._draft(budget)
-        waiting = self._queues.waiting
-        first = waiting.first()
-        if first is None or first in loading or waiting.is_barred(first, self._queues.bars):
-            return draft
-        if not self._yields(first):
+        first = self._first_to_start(loading)
+        if first is None:
             return draft
         shared = self.hits(first)
         needed = draft.pending(first, shared)
@@ -187,13 +195,20 @@ class Planner:
         room = draft.free - draft.num_taken(shared) - claimed
         return draft if draft.rows >= rows and room >= needed else self._draft(budget)
 
-    def _may_precede(self, loading: Request, first: Request) -> bool:
-        """Whether a request that keeps its room may take it ahead of the first waiting one."""
-        return loading.rank[0] == first.rank[0] and loading.tenant != first.tenant
+    def _first_to_start(self, loading: Collection[Request]) -> Request | None:
+        """The first waiting request that may start, if any running one has a lower priority."""
+        running, waiting = self._queues.running, self._queues.waiting
+        if not running or not waiting or running[-1].rank[0] <= waiting.levels[0]:
+            return None
+        first = waiting.first(self._queues.bars, loading)
+        return first if first is not None and running[-1].rank[0] > first.rank[0] else None
 
-    def _yields(self, first: Request) -> bool:
-        """Whether any running request has a lower priority than `first`."""
-        return bool(self._queues.running) and self._queues.running[-1].rank[0] > first.rank[0]
+    def _may_precede(self, loading: Request, first: Request) -> bool:
+        """Whether a request that keeps its room may take it ahead of the first that may start."""
+        if loading.rank[0] == first.rank[0] and loading.tenant != first.tenant:
+            return True
+        place = self._queues.waiting.place
+        return place(loading) < place(first)
 
     def _claim(self, draft: Draft, request: Request) -> int:
         """How many blocks a running prompt has still to take; 0 for one that decodes."""

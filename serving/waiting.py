@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
@@ -148,12 +149,22 @@ class WaitingQueue:
         """The requests of one priority by tenant."""
         return self._levels.get(level, {})
 
-    def first(self) -> Request | None:
-        """The most urgent request of the first priority, whoever's turn it is."""
-        if not self._levels:
-            return None
-        lanes = self._levels.peekitem(0)[1]
-        return min((lane.first() for lane in lanes.values()), key=self._urgency)
+    def first(self, bars: Bars = NO_BARS, passed: Collection[Request] = ()) -> Request | None:
+        """The most urgent request of the first priority that has one, whoever's turn it is.
+
+        Args:
+            bars: which requests are left out.
+            passed: others that are.
+        """
+        for lanes in self._levels.values():
+            firsts = [
+                first
+                for lane in lanes.values()
+                for first in islice((one for one in lane.startable(bars) if one not in passed), 1)
+            ]
+            if firsts:
+                return min(firsts, key=self._urgency)
+        return None
 
     def place(self, request: Request) -> Place:
         """Where a request stands, whoever's turn it is: by priority, then by urgency."""
@@ -177,14 +188,6 @@ class WaitingQueue:
         for lanes in self._levels.values():
             for lane in lanes.values():
                 yield from lane.startable(bars)
-
-    def is_barred(self, request: Request, bars: Bars) -> bool:
-        """Whether `startable` leaves out a request that waits."""
-        adapter = adapter_of(request)
-        if adapter is None or adapter not in bars:
-            return False
-        last = bars[adapter]
-        return last is None or self.place(request) > last
 
     def _in_line(self, levels: list[list[Iterable[Request]]]) -> Iterator[Request]:
         for lines in levels:

@@ -250,10 +250,10 @@ class AdapterRegistry:
             Whether there was such a slot.
 
         Raises:
-            AdapterError, CapacityError, DeviceLostError, ProviderError: it could not be written; it
-                is free.
+            AdapterError, CapacityError, DeviceLostError, ProviderError: it could not be written;
+                what was there is there again, or if that fails too the slot is free.
         """
-        slot = self._unused_slot()
+        slot, loser = self._unused_slot(), None
         if slot is None:
             victims = [one for one in self.by_last_use() if one not in kept]
             if not victims:
@@ -261,10 +261,11 @@ class AdapterRegistry:
             loser = self._entries[victims[0]]
             slot = loser.slot
             assert slot is not None
-            self._vacate(loser)
-            self.num_swaps += 1
         entry = self._entries[number]
         self._fill(slot, entry.weights)
+        if loser is not None:
+            self._vacate(loser)
+            self.num_swaps += 1
         entry.last_used = next(self._uses)
         self._occupy(slot, entry)
         return True
@@ -374,7 +375,7 @@ class AdapterRegistry:
         self._num_wanted += entry.num_requests > 0
 
     def _fill(self, slot: int, weights: LoraAdapter) -> None:
-        """Write a slot; if that fails, what was there before is there again."""
+        """Write a slot; if that fails, what was there is there again, or the slot is free."""
         try:
             self._model.set_adapter(slot, weights)
         except DeviceLostError:  # the next model gets what was there before
@@ -388,10 +389,10 @@ class AdapterRegistry:
         held = self._slots.get(slot)
         try:
             self._model.set_adapter(slot, held.weights if held else None)
-        except (ProviderError, CapacityError) as error:
+        except (AdapterError, CapacityError, ProviderError) as error:
             logger.error("slot %d for adapters could not be restored: %s", slot, error)
-            if held is not None:
-                self.unload(held.adapter.name)
+            if held is not None:  # rather no slot than one with weights that nobody knows
+                self._vacate(held)
 
     def _hide(self, adapter: Adapter) -> None:
         entry = self._entries[adapter.number]

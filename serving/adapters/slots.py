@@ -19,9 +19,12 @@ class SlotTurns:
     The slot of an adapter that running requests use stays as it is, and so does one that a request
     further ahead is to start with. If all are such, one slot is drained for the first request in
     line that needs another one: no request behind it starts with that slot's adapter. As soon as
-    those that run alone use it, that first request keeps its rows and blocks. All others behind it
-    may start. The line is that of `WaitingQueue.place`, whoever's turn it is. What is done for a
-    step does not grow with it: of each adapter one request is looked at.
+    those that run alone use it, that first request keeps its rows and blocks. Where requests ahead
+    of it come to use that slot, another one is drained beside it, so that they do not hold up the
+    first one while those behind it go on; a slot that is drained stays so until it is lost, or
+    every adapter that is wanted has one, so nothing is drained in turns for ever. All others behind
+    the first request may start. The line is that of `WaitingQueue.place`, whoever's turn it is.
+    What is done for a step does not grow with it: of each adapter one request is looked at.
 
     Attributes:
         first: the request that keeps its room until it has a slot; None: there is none.
@@ -30,7 +33,8 @@ class SlotTurns:
 
     def __init__(self, adapters: AdapterRegistry) -> None:
         self._adapters = adapters
-        self._draining: int | None = None  # number of the adapter that is to lose its slot
+        # Numbers of the adapters of which one is to lose its slot, those drained first first.
+        self._draining: list[int] = []
         self.first: Request | None = None
         self.bars: Bars = NO_BARS
 
@@ -42,11 +46,12 @@ class SlotTurns:
             waiting: the others: none of them may start without a slot.
 
         Returns:
-            Requests whose adapter could not be written to a slot, each with the reason. They have
-            to end before the next step is planned.
+            Requests whose adapter could not be written to a slot, each with the reason: all that
+            wait for an adapter whose numbers a slot cannot hold, else the one that it was tried
+            for. They have to end before the next step is planned.
 
         Raises:
-            DeviceLostError: the device is gone.
+            DeviceLostError: the device is gone. Who waits is as it was, until the next call.
         """
         kept = {one.adapter.number for one in running if one.adapter is not None}
         ahead: set[int] = set()  # adapters of requests that wait and have a slot
@@ -54,7 +59,6 @@ class SlotTurns:
         heads = [(waiting.place(one := next(line)), number, one) for number, line in lines.items()]
         heapq.heapify(heads)
         failed: list[Failed] = []
-        self.first, self.bars = None, NO_BARS
         while heads:
             place, number, request = heads[0]
             try:
@@ -63,7 +67,11 @@ class SlotTurns:
                     return failed
             except DeviceLostError:
                 raise
-            except (AdapterError, CapacityError, ProviderError) as error:
+            except AdapterError as error:  # it cannot be written for any of them
+                failed += [(one, error) for one in (request, *lines[number])]
+                heapq.heappop(heads)
+                continue
+            except (CapacityError, ProviderError) as error:
                 failed.append((request, error))
                 if (following := next(lines[number], None)) is None:
                     heapq.heappop(heads)
@@ -73,17 +81,20 @@ class SlotTurns:
             kept.add(number)
             ahead.add(number)
             heapq.heappop(heads)
-        self._draining = None
+        self.clear()
         return failed
 
     def clear(self) -> None:
         """Every adapter that is wanted has a slot."""
-        self.first, self._draining, self.bars = None, None, NO_BARS
+        self.first, self._draining, self.bars = None, [], NO_BARS
 
     def _drain_for(
         self, request: Request, place: Place, wanted: Collection[int], ahead: Collection[int]
     ) -> None:
-        """Let one slot become free for a request: the same one as before, as long as it lasts.
+        """Let a slot become free for a request: the same one as before, as long as it lasts.
+
+        One that requests ahead use may be theirs for as long as they keep coming; if all that are
+        drained are such, one that they do not use is drained, too.
 
         Args:
             request: the first in line without a slot.
@@ -92,15 +103,22 @@ class SlotTurns:
             ahead: numbers of those of them that requests further ahead use.
         """
         adapters = self._adapters
-        if self._draining is None or not adapters.has_slot(self._draining):
+        draining = [one for one in self._draining if adapters.has_slot(one)]
+        if all(one in ahead for one in draining):
             slots = adapters.by_last_use()
-            self._draining = next((one for one in slots if one not in ahead), slots[0])
+            unused = next((one for one in slots if one not in ahead), None)
+            if unused is not None:
+                draining.append(unused)
+            elif not draining:
+                draining.append(slots[0])
         bars: dict[int, Place | None] = {
             number: None for number in wanted if not adapters.has_slot(number)
         }
-        bars[self._draining] = place  # who is ahead may start
-        if self._draining not in ahead:  # else those are still to start, and must find room
-            self.first = request
+        bars.update(dict.fromkeys(draining, place))  # who is ahead may start
+        first = None
+        if any(one not in ahead for one in draining):  # else those must find room to start
+            first = request
             assert request.adapter is not None
             bars[request.adapter.number] = place
-        self.bars = bars
+        self._draining = draining
+        self.first, self.bars = first, bars

@@ -133,6 +133,21 @@ def test_others_yield_to_a_higher_priority_that_needs_a_slot() -> None:
         assert tokens(own) == alone_with(None, PROMPT, lengths(30))
 
 
+def test_others_yield_to_a_request_behind_one_that_waits_for_a_slot() -> None:
+    engine = few_slots(2, 1, {"scheduling_policy": "priority"}, max_num_seqs=2)
+    submit(engine, "a", PROMPT, lengths(60), adapter="0", priority=1)
+    submit(engine, "b", PROMPT, lengths(60), priority=1)
+    deltas = [*checked_step(engine), *checked_step(engine)]
+    submit(engine, "waits", PROMPT, lengths(2), adapter="1")
+    deltas += checked_step(engine)
+    submit(engine, "none", PROMPT, lengths(2))
+    deltas += [one for group in run(engine).values() for one in group]
+    for name, adapter, n in (("waits", 1, 2), ("none", None, 2), ("a", 0, 60), ("b", None, 60)):
+        own = [one for one in deltas if one.request_id == name]
+        assert tokens(own) == alone_with(adapter, PROMPT, lengths(n))
+    assert engine.stats().num_preemptions == 2
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_of_requests_does_not_starve_who_waits(n: int) -> None:
     engine = few_slots(2, 1, max_num_seqs=4)
@@ -146,6 +161,45 @@ def test_a_stream_of_requests_does_not_starve_who_waits(n: int) -> None:
             break
     assert number < 20
     run(engine)
+
+
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+def test_a_stream_of_a_higher_priority_holds_up_its_own_slot_alone(policy: str) -> None:
+    engine = few_slots(3, 2, {"scheduling_policy": policy})
+    for name, adapter, priority in (("d", "0", 0), ("e", "1", 1), ("wants", "2", 1)):
+        submit(engine, name, PROMPT[:5], lengths(12), adapter=adapter, priority=priority)
+        checked_step(engine)
+    for number in range(1, 60):  # before one of either ends the next one comes
+        if number % 8 == 0:
+            submit(engine, f"d{number}", PROMPT[:5], lengths(12), adapter="0", priority=0)
+        if number % 8 == 4:
+            submit(engine, f"e{number}", PROMPT[:5], lengths(12), adapter="1", priority=1)
+        if any(one.request_id == "wants" for one in checked_step(engine)):
+            break
+    assert number < 20
+    run(engine)
+
+
+def test_nobody_passes_who_waits_where_both_slots_are_held_from_ahead_in_turns() -> None:
+    engine = few_slots(3, 2, {"scheduling_policy": "priority"}, max_num_seqs=6)
+    for name, adapter, priority in (("d", "0", 0), ("e", "1", 0), ("wants", "2", 1)):
+        submit(engine, name, PROMPT[:5], lengths(14), adapter=adapter, priority=priority)
+        checked_step(engine)
+    submit(engine, "ahead 0", PROMPT[:5], lengths(14), adapter="0", priority=0)
+    checked_step(engine)  # then the other slot is drained, too
+    started = []
+    for number in range(4, 80):
+        if number % 4 == 0:
+            adapter = str(number // 4 % 2)
+            submit(engine, f"ahead {number}", [number], lengths(14), adapter=adapter, priority=0)
+        if number % 5 == 0:
+            adapter = str(number // 5 % 2)
+            submit(engine, f"behind {number}", [number], lengths(2), adapter=adapter, priority=1)
+        started += [one.request_id for one in checked_step(engine)]
+    assert not [one for one in started if one.startswith(("behind", "wants"))]
+    while engine.has_work:
+        started += [one.request_id for one in checked_step(engine)]
+    assert next(one for one in started if one.startswith(("behind", "wants"))) == "wants"
 
 
 def test_a_slot_is_free_and_rows_are_not() -> None:
@@ -257,6 +311,7 @@ def test_tenants_of_many_rows_take_turns_for_one_slot(seed: int) -> None:
             several,
             adapter=draw.choice([None, "0", "1", "2"]),
             tenant=draw.choice("abc"),
+            priority=draw.randint(0, 2) * (seed % 2),
         )
         for _ in range(draw.choice([0, 0, 1, 9])):
             checked_step(engine)
@@ -271,8 +326,10 @@ class Failing(NullModel):
     """Fails to write a slot while it is told to."""
 
     failure: Exception | None = None
+    writes = 0
 
     def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        self.writes += adapter is not None
         if self.failure is not None and adapter is not None:
             raise self.failure
         super().set_adapter(slot, adapter)
@@ -302,6 +359,77 @@ def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exceptio
     assert tokens(run(engine)["again"]) == alone_with(2, PROMPT)
 
 
+class FailingFor(NullModel):
+    """Fails to write some adapters, the first of them after something was changed."""
+
+    failing: tuple[LoraAdapter, ...] = ()
+
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        if any(adapter is one for one in self.failing):
+            if adapter is self.failing[0]:
+                super().set_adapter(slot, None)
+            raise ProviderError("device")
+        super().set_adapter(slot, adapter)
+
+
+@pytest.mark.parametrize("restores", [True, False])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_who_would_lose_its_slot_keeps_it_if_the_other_cannot_be_written(
+    restores: bool, hidden: bool
+) -> None:
+    engine = few_slots(3, 1, {"max_host_adapters": 4}, model_type=FailingFor)
+    model = null_model(engine)
+    assert isinstance(model, FailingFor)
+    adapters = engine.adapters
+    [first, bad, _] = adapters.loaded
+    model.failing = (content(1).adapter, *([] if restores else [content(0).adapter]))
+    submit(engine, "fails", PROMPT, adapter="1")
+    submit(engine, "waits", PROMPT, adapter="0")
+    if hidden:
+        adapters.unload("0")
+        adapters.load("0", content(4))  # another one of that name is not concerned
+    with pytest.raises(ProviderError, match="device"):
+        adapters.put(bad.number, ())
+    assert adapters.num_swaps == 0
+    assert adapters.has_slot(first.number) == restores
+    assert "0" in {one.name for one in adapters.loaded}
+    engine.check()
+    model.failing = model.failing[:1]
+    deltas = run(engine)
+    assert deltas["fails"][-1].finish_reason == "error"
+    assert tokens(deltas["waits"]) == alone_with(0, PROMPT)
+    assert engine.stats().num_adapter_swaps == 0
+    submit(engine, "next", PROMPT, adapter="2")
+    assert tokens(run(engine)["next"]) == alone_with(2, PROMPT)
+    assert engine.stats().num_adapter_swaps == (not hidden)
+
+
+@pytest.mark.parametrize(
+    ("failure", "num_tried"),
+    [(AdapterError("too large"), 1), (CapacityError("memory"), 6), (ProviderError("device"), 6)],
+)
+def test_numbers_that_no_slot_holds_are_tried_once_for_all_that_wait(
+    failure: Exception, num_tried: int
+) -> None:
+    engine = few_slots(2, 1, {"scheduling_policy": "fair"}, model_type=Failing)
+    engine.adapters.unload("0")
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    for number in range(6):
+        options: Any = {"tenant": f"{number % 2}", "priority": number % 3}
+        submit(engine, f"{number}", PROMPT[:5], lengths(2), adapter="1", **options)
+    submit(engine, "none", PROMPT[:5], lengths(2))
+    model.failure, model.writes = failure, 0
+    deltas = checked_step(engine)
+    assert model.writes == num_tried
+    told = {one.request_id: one.error for one in deltas if one.finish_reason == "error"}
+    assert told == dict.fromkeys(map(str, range(6)), f"{type(failure).__name__}: {failure}")
+    model.failure = None
+    engine.adapters.load("1", content(3), in_place=True)  # others of that name are not concerned
+    submit(engine, "again", PROMPT, adapter="1")
+    assert tokens(run(engine)["again"]) == alone_with(3, PROMPT)
+
+
 def test_a_device_that_is_lost_while_a_slot_is_written() -> None:
     spare = NullModel(null_options(max_adapters=2))
     engine = few_slots(3, 2, model_type=Failing, fallbacks=[spare])
@@ -316,6 +444,32 @@ def test_a_device_that_is_lost_while_a_slot_is_written() -> None:
     for name, seed, params in (("runs", 0, lengths(9)), ("wants", 2, GREEDY)):
         own = [one for one in deltas if one.request_id == name]
         assert tokens(own) == alone_with(seed, PROMPT, params)
+
+
+def test_a_device_that_is_lost_while_a_drained_slot_is_written() -> None:
+    """Who waited behind the one that gets it may start when that one is gone."""
+    spare = NullModel(null_options(max_adapters=2))
+    engine = few_slots(3, 2, model_type=Failing, fallbacks=[spare])
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    submit(engine, "a", PROMPT, lengths(60), adapter="0")
+    checked_step(engine)
+    submit(engine, "b", PROMPT, lengths(6), adapter="1")
+    checked_step(engine)
+    submit(engine, "wants", PROMPT, adapter="2")
+    checked_step(engine)
+    submit(engine, "same", PROMPT, lengths(3), adapter="0")
+    while len(engine._scheduler.running) > 1:
+        checked_step(engine)
+    assert engine._runtime.turns.bars
+    model.failure = DeviceLostError("unplugged")
+    engine.step()
+    assert null_model(engine) is spare
+    assert engine._scheduler._queues.bars == engine._runtime.turns.bars
+    engine.abort("wants")
+    deltas = run(engine)
+    assert tokens(deltas["same"]) == alone_with(0, PROMPT, lengths(3))
+    assert deltas["a"][-1].finish_reason == "length"
 
 
 def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:

@@ -336,7 +336,7 @@ def test_a_load_that_fails_changes_nothing(slots: int, failure: Exception) -> No
     assert tokens(run(engine)["b"]) == alone_with(1, PROMPT)
 
 
-def test_what_cannot_be_put_back_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_put_back_loses_its_slot(caplog: pytest.LogCaptureFixture) -> None:
     engine = adapter_engine(adapters=[0], max_adapters=1, model_type=Stubborn)
     model = null_model(engine)
     assert isinstance(model, Stubborn)
@@ -344,9 +344,13 @@ def test_what_cannot_be_put_back_is_gone(caplog: pytest.LogCaptureFixture) -> No
     with pytest.raises(ProviderError, match="device"):
         engine.adapters.load("0", content(1), in_place=True)
     assert "slot 1 for adapters could not be restored" in caplog.text
-    assert engine.adapters.loaded == ()  # rather than with weights that nobody knows
+    [adapter] = engine.adapters.loaded
+    assert not engine.adapters.has_slot(adapter.number)  # nobody knows what is there
     engine.check()
-    engine.adapters.load("0", content(1))
+    model.failure = None
+    submit(engine, "a", PROMPT, adapter="0")
+    assert tokens(run(engine)["a"]) == alone_with(0, PROMPT)
+    engine.adapters.load("0", content(1), in_place=True)
     submit(engine, "b", PROMPT, adapter="0")
     assert tokens(run(engine)["b"]) == alone_with(1, PROMPT)
 

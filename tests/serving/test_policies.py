@@ -320,6 +320,55 @@ def test_nobody_yields_for_rows_that_another_one_keeps() -> None:
     assert (names(plan.preempted), rows(plan)) == ([], [("low", 3, 1)])
 
 
+def test_others_yield_to_the_next_one_that_may_start() -> None:
+    bench = Bench(num_blocks=40, rows=3, policy="priority")
+    for name in ("low", "lower", "lowest"):
+        bench.submit(name, 3, priority=5)
+    bench.step()
+    bench.submit("loads", 3, priority=0)
+    bench.submit("high", 3, priority=1)
+    bench.submit("also loads", 3, priority=2)  # behind: what it keeps is no matter
+    plan = bench.step(loading=["loads", "also loads"])
+    assert names(plan.preempted) == ["lowest", "lower"]  # one row is kept for the first
+    assert rows(plan) == [("low", 3, 1), ("high", 0, 3)]
+    assert rows(bench.step(loading=["also loads"]))[-1] == ("loads", 0, 3)
+
+
+@pytest.mark.parametrize("rows_", [1, 2])
+def test_nobody_yields_for_a_row_that_one_ahead_keeps(rows_: int) -> None:
+    bench = Bench(num_blocks=40, rows=rows_, policy="priority")
+    bench.submit("low", 3, priority=1)
+    bench.step()
+    bench.submit("loads", 3, priority=0)
+    bench.submit("high", 3, priority=0, n=rows_)
+    plan = bench.step(loading=["loads"])
+    assert (names(plan.preempted), rows(plan)) == ([], [("low", 3, 1)])
+
+
+def test_nobody_yields_for_blocks_that_one_ahead_keeps() -> None:
+    bench = Bench(num_blocks=8, policy="priority")
+    bench.submit("low", 8, priority=1)
+    bench.step()
+    bench.submit("loads", 18, priority=0)  # five blocks
+    bench.submit("high", 14, priority=0)  # four
+    plan = bench.step(loading=["loads"])
+    assert (names(plan.preempted), rows(plan)) == ([], [("low", 8, 1)])
+
+
+def test_those_that_run_go_on_where_nobody_would_start_in_their_place() -> None:
+    bench = Bench(num_blocks=40, rows=2, policy="fair")
+    for name in ("low", "lower"):
+        bench.submit(name, 3, priority=1, tenant="x")
+    bench.step()
+    bench.submit("loads", 3, priority=0, tenant="y")
+    bench.submit("high", 3, priority=0, tenant="y")
+    bench.submit("wide", 3, priority=0, tenant="z", n=2)  # its turn is before, and one row kept
+    for past in (3, 4):
+        plan = bench.step(loading=["loads"])
+        assert names(plan.preempted) == []
+        assert rows(plan) == [("low", past, 1), ("lower", past, 1)]
+
+
 # Requests whose adapters wait for a slot.
 
 
@@ -352,6 +401,17 @@ def test_nobody_yields_to_a_request_that_is_barred() -> None:
     assert rows(bench.step()) == [("low", 3, 1)]
     bench.scheduler.bar(NO_BARS)
     assert names(bench.step().preempted) == ["low"]
+
+
+def test_others_yield_to_the_first_that_is_not_barred() -> None:
+    bench = Bench(num_blocks=40, rows=1, policy="priority")
+    bench.submit("low", 3, priority=2)
+    bench.step()
+    using(bench, {"waits": 1})
+    bench.submit("high", 3, priority=1)
+    bench.scheduler.bar({1: None})
+    plan = bench.step()
+    assert (names(plan.preempted), rows(plan)) == (["low"], [("high", 0, 3)])
 
 
 # Bounds and liveness.

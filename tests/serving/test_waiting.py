@@ -11,7 +11,6 @@ from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.waiting import (
-    NO_BARS,
     PATIENCE_S,
     Place,
     WaitingQueue,
@@ -164,8 +163,15 @@ def test_bars_hold_for_adapters_or_for_those_behind_a_place() -> None:
     assert names(waiting.startable({0: place, 1: place})) == ["7", "0", "1", "2", "6"]
     assert names(waiting.startable({0: waiting.place(first), 1: None})) == ["7", "0", "6"]
     assert names(waiting.startable({2: None})) == names(waiting)
-    assert waiting.is_barred(others[3], {0: place})
-    assert not waiting.is_barred(others[3], NO_BARS)
+    for bars, passed, expected in (
+        ({}, [], "7"),
+        ({0: None}, [], "1"),
+        ({0: place}, [], "7"),
+        ({0: None}, [others[0]], "3"),
+        ({0: None, 1: None}, [], "6"),
+    ):
+        assert waiting.first(bars, passed).request_id == expected
+    assert waiting.first({0: None}, list(waiting)) is None
 
 
 @given(st.data())
@@ -194,7 +200,9 @@ def test_what_may_start_is_what_is_not_barred(data: st.DataObject) -> None:
         and one.adapter.number in bars
         and ((last := bars[one.adapter.number]) is None or waiting.place(one) > last)
     }
-    assert {one for one in requests if waiting.is_barred(one, bars)} == barred
+    passed = draw(st.sets(st.sampled_from(requests)))
+    startable = [one for one in requests if one not in barred and one not in passed]
+    assert waiting.first(bars, passed) is min(startable, key=waiting.place, default=None)
     assert list(waiting.startable(bars)) == [one for one in waiting if one not in barred]
     for level in waiting.levels:
         for lane in waiting.lanes(level).values():
