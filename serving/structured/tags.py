@@ -8,10 +8,11 @@ again is no lexeme where something else stands behind it, which could begin as a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.structured.edges import flat, last_ones, takes
 from onnxport.serving.structured.expression import (
     ASCII,
     UnknownSyntaxError,
@@ -116,7 +117,9 @@ class TagWriter:
             return self._first(regular, ends)  # a tag ends with the first end
         kind = format_["type"]
         if kind == "or":
-            return _joined(self._text(before), self._or(format_["elements"], ends))
+            if takes(format_, ends):
+                return self._or(format_["elements"], ends, before)
+            return _joined(self._text(before), self._or(format_["elements"], ends, ""))
         if kind == "sequence":
             return self._sequence(format_["elements"], ends, before)
         if kind == "tag":
@@ -125,6 +128,9 @@ class TagWriter:
             return self._triggered(format_, ends, before)
         if kind == "tags_with_separator":
             return self._separated(format_, ends, before)
+        if kind == "repeat" and before and takes(format_, ends):  # so it comes at most once
+            some = self._format(format_["content"], ends, before)
+            return some if format_["min"] else _or_none(some, self._none(ends, before))
         if kind == "repeat":
             return _joined(self._text(before), self._repeated(format_, ends))
         if kind == "grammar":
@@ -135,21 +141,21 @@ class TagWriter:
             self._rule_of[told] = self._rule(told)
         return self._closed(_joined(self._text(before), self._rule_of[told]), ends)
 
-    def _or(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str]) -> str:
+    def _or(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str], before: str) -> str:
         """Return one of some elements, which begin and end alike where others may do so."""
         ways, closed = [], []
         for one in elements:
             if self._may_take(one, ends):
-                ways.append(self._format(one, ends, ""))
+                ways.append(self._format(one, ends, before))
             else:
-                closed.append(self._format(one, OTHERS, ""))
+                closed.append(self._format(one, OTHERS, before))
         return _either([*ways, self._closed(_either(closed), ends)] if closed else ways)
 
     def _sequence(self, elements: Sequence[Mapping[str, Any]], ends: Any, before: str) -> str:
         """Return elements behind each other, those that are regular as one lexeme."""
         groups: list[list[Mapping[str, Any]]] = []  # from the last one on
         is_run = False  # whether the group at hand is regular
-        for one in reversed(list(_flat(elements))):
+        for one in reversed(list(flat(elements))):
             behind = NOTHING if is_run else OTHERS if groups else ends
             is_regular = self._regular(one, behind) is not None
             if is_regular and is_run:
@@ -175,7 +181,7 @@ class TagWriter:
         if most != 1:
             before = _times(max(0, least - 1), max(ENDLESS, most - 1))
             some = f"{self._one(content, OTHERS)}{before} {some}"
-        return some if least else _or_none(some, self._either_text(ends))
+        return some if least else _or_none(some, self._none(ends, ""))
 
     def _one(self, content: Mapping[str, Any], ends: Sequence[str]) -> str:
         """Return a format that is repeated, as a rule of its own that is written once."""
@@ -191,8 +197,11 @@ class TagWriter:
     def _separated(self, format_: Mapping[str, Any], ends: Sequence[str], before: str) -> str:
         tags, separator = format_["tags"], format_["separator"]
         if not format_["at_least_one"]:
-            some = self._separated({**format_, "at_least_one": True}, ends, "")
-            return _joined(self._text(before), _or_none(some, self._either_text(ends)))
+            some = {**format_, "at_least_one": True}
+            if takes(format_, ends):
+                return _or_none(self._separated(some, ends, before), self._none(ends, before))
+            told = _or_none(self._separated(some, ends, ""), self._none(ends, ""))
+            return _joined(self._text(before), told)
         first = _either(self._tag(tag, before) for tag in tags)
         more = ""
         if not format_["stop_after_first"]:
@@ -263,7 +272,7 @@ class TagWriter:
             return free_end(format_)
         parts = format_.get("elements", ())
         if kind == "sequence":
-            parts = _last_ones(parts)
+            parts = last_ones(parts)
         elif kind == "repeat" or (kind == "tag" and "" in format_["end"]):
             parts = [format_["content"]]
         return kind == "any_text" or any(self._may_take(part, ends) for part in parts)
@@ -281,6 +290,10 @@ class TagWriter:
 
     def _closed(self, told: str, ends: Sequence[str]) -> str:
         return _joined(told, self._either_text(ends))
+
+    def _none(self, ends: Sequence[str], before: str) -> str:
+        """Return one of the texts that end a format of which nothing is there."""
+        return self._either_text([before + end for end in ends])
 
     def _either_text(self, texts: Sequence[str]) -> str:
         told = [self._text(text) for text in texts if text]
@@ -324,37 +337,6 @@ class TagWriter:
             return told
         closing = [self._literally(end) for end in ends]
         return _joined(told, f"/{'|'.join(closing)}/")
-
-
-def _flat(elements: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield elements of a sequence, those of others in it among them."""
-    for one in elements:
-        if one["type"] == "sequence":
-            yield from _flat(one["elements"])
-        else:
-            yield one
-
-
-def _last_ones(elements: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the elements of a sequence that may be the last one of a text, from the end."""
-    for one in reversed(elements):
-        yield one
-        if not _may_be_empty(one):
-            return
-
-
-def _may_be_empty(format_: Mapping[str, Any]) -> bool:
-    """Whether a format may be the empty text, so far as can be told without its expressions."""
-    kind = format_["type"]
-    if kind == "sequence":
-        return all(map(_may_be_empty, format_["elements"]))
-    if kind == "or":
-        return any(map(_may_be_empty, format_["elements"]))
-    if kind == "repeat":
-        return format_["min"] == 0 or _may_be_empty(format_["content"])
-    if kind in ("triggered_tags", "tags_with_separator"):
-        return not format_["at_least_one"]
-    return kind in ("any_text", "regex")
 
 
 def _times(least: int, most: int) -> str:

@@ -48,6 +48,7 @@ F = tag("<f>", JSON, "</f>")
 H = tag("<h>", ANY, "</h>")
 F1 = '<f>{"a":1}</f>'
 G = tag("<g>", regex("[a-c]{1,3}"), "</g>")
+CALL = "<call>", "</call>"
 # A format, texts that have it, texts that have not.
 CASES: list[tuple[Any, list[str], list[str]]] = [
     (const("a<b"), ["a<b"], ["a", "a<bc"]),
@@ -178,6 +179,48 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         some("sequence", tag("<think>", ANY, "</think>"), triggered(["<f"], F)),
         ["<think>a</think>b", '<think></think><f>{"a":1}</f>'],
         ["b", "<think>a", "<think></think><f"],
+    ),
+    # What stands before alternatives stands before other tags, too.
+    (
+        some("or", tag(CALL[0], some("or", F, G), CALL[1]), tag(CALL[0], H, CALL[1])),
+        [f"<call>{F1}</call>", "<call><g>a</g></call>", "<call><h>x</h></call>"],
+        ["<call></call>", f"<call>{F1}<g>a</g></call>", "<call><h>x</call>"],
+    ),
+    (
+        some(
+            "or",
+            tag(
+                "<f=",
+                some("or", *(some("sequence", const(name), JSON) for name in ("get>", "put>"))),
+                "</f>",
+            ),
+            tag("<f=get_all>", ANY, "</f>"),
+        ),
+        ['<f=get>{"a":1}</f>', '<f=put>{"a":1}</f>', "<f=get_all>x</f>"],
+        ["<f=get></f>", '<f=get_all>{"a":1}<f>'],
+    ),
+    *(
+        (
+            some("or", tag(CALL[0], one, CALL[1]), tag(CALL[0], H, CALL[1])),
+            ["<call></call>", f"<call>{F1}</call>", "<call><h>x</h></call>"],
+            ["<call>", f"<call>{F1}{F1}</call>", "<call><g>a</g></call>"],
+        )
+        for one in (separated(",", F), often("optional", F), often("optional", some("or", F, F)))
+    ),
+    (
+        some("or", tag("<t>", some("or", G, JSON), "</t>"), tag("<t>", const("<end>"), "</t>")),
+        ['<t>{"a":1}</t>', "<t><g>a</g></t>", "<t><end></t>"],
+        ["<t></t>", '<t><end>{"a":1}</t>', '<t><g>a</g>{"a":1}</t>'],
+    ),
+    (  # and apart from them where one of them may be empty, or begin as another does
+        tag("<a>", some("or", often("optional", G), F), "</a>"),
+        ["<a></a>", "<a><g>a</g></a>", f"<a>{F1}</a>"],
+        ["<a><g></g></a>", f"<a><g>a</g>{F1}</a>"],
+    ),
+    (
+        tag("<a>", some("or", JSON, some("sequence", const("{{"), JSON)), ["</a>", ""]),
+        ['<a>{"a":1}</a>', '<a>{"a":1}', '<a>{{{"a":1}'],
+        ["<a>", "<a></a>", '<a>{"a":1}{{'],
     ),
 ]
 
