@@ -9,6 +9,7 @@ again is no lexeme where something else stands behind it, which could begin as a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from onnxport.errors import RequestError
@@ -25,6 +26,7 @@ ANY_TEXT = "(?s:.*)"
 NOTHING = ("",)  # what ends the last format of a text
 OTHERS = ()  # what ends a format that another one stands behind
 MAX_CHARS = 1 << 21  # of a grammar; a request's own are far fewer
+MAX_VISITS = 100_000  # of formats, each of which is looked at with each that it is in
 
 
 class TagWriter:
@@ -47,14 +49,16 @@ class TagWriter:
             grammar: returns a checked grammar in Lark's syntax.
             where: the field of a request that errors name.
         """
-        self._literally = literally
-        self._regex = regex
+        self._literally = cache(literally)
+        self._regex = cache(regex)
         self._schema = schema
         self._grammar = grammar
         self._rules: list[str] = []
         self._where = where
         self._num_chars = 0
+        self._num_visits = 0
         self._rule_of: dict[str, str] = {}  # the names of rules, by what they say
+        self._written_as: dict[int, str] = {}  # the names of rules, by the formats that they are
         self._repeated_as: dict[tuple[int, tuple[str, ...]], str] = {}
         self._chars_of: dict[str, int] = {}  # the ASCII characters of an expression, as bits
 
@@ -133,13 +137,19 @@ class TagWriter:
             return some if format_["min"] else _or_none(some, self._none(ends, before))
         if kind == "repeat":
             return _joined(self._text(before), self._repeated(format_, ends))
-        if kind == "grammar":
-            told = f"%lark {{\n{self._grammar(format_['grammar'])}\n}}"
-        else:
-            told = f"%json {self._schema(format_['json_schema'])}"
-        if told not in self._rule_of:
-            self._rule_of[told] = self._rule(told)
-        return self._closed(_joined(self._text(before), self._rule_of[told]), ends)
+        return self._closed(_joined(self._text(before), self._content(format_)), ends)
+
+    def _content(self, format_: Mapping[str, Any]) -> str:
+        """Return a schema or a grammar, as a rule of its own that is written once."""
+        if id(format_) not in self._written_as:
+            if format_["type"] == "grammar":
+                told = f"%lark {{\n{self._grammar(format_['grammar'])}\n}}"
+            else:
+                told = f"%json {self._schema(format_['json_schema'])}"
+            if told not in self._rule_of:
+                self._rule_of[told] = self._rule(told)
+            self._written_as[id(format_)] = self._rule_of[told]
+        return self._written_as[id(format_)]
 
     def _or(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str], before: str) -> str:
         """Return one of some elements, which begin and end alike where others may do so."""
@@ -306,7 +316,20 @@ class TagWriter:
         return f"/{self._literally(text)}/" if text else ""
 
     def _regular(self, format_: Mapping[str, Any], ends: Sequence[str]) -> str | None:
-        """Return a format and what ends it as one lexeme; None: it is not one."""
+        """Return a format and what ends it as one lexeme; None: it is not one.
+
+        Raises:
+            RequestError: too many formats were looked at. Tags are written twice where others may
+                come behind the first ones, so formats deep in each other are many more than a
+                request's.
+        """
+        self._num_visits += 1
+        if self._num_visits > MAX_VISITS:
+            raise RequestError(
+                f"the structural tag makes more than {MAX_VISITS} formats, as the tags of each "
+                "tags_with_separator and triggered_tags are written twice; nest fewer of them",
+                self._where,
+            )
         kind = format_["type"]
         inner: str | None
         told: str | None = None

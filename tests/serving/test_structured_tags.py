@@ -22,6 +22,7 @@ from onnxport.serving.structured.structural import (
     REFUSED,
     SILENT,
 )
+from onnxport.serving.structured.tags import MAX_VISITS, TagWriter
 from tests.tiers import examples
 
 from .structured import PROMPT, accepts, compiled, write
@@ -464,6 +465,36 @@ def test_contents_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPat
     compiled(form(triggered(["<"], *[tag(f"<{number}>", JSON, "") for number in range(9)])))
     assert len(made) == 2  # it alone, and all together
     assert made[1].count("%json") == 1
+
+
+@pytest.mark.parametrize("leaf", [JSON, GRAMMAR])
+def test_what_is_in_tags_in_each_other_is_written_once(leaf: Any) -> None:
+    made: list[Any] = []
+
+    def told(content: Any) -> str:
+        made.append(content)
+        return "{}"
+
+    writer = TagWriter(re.escape, str, told, told, "")
+    grammar = writer.whole(json.loads(form(nested(leaf, 7)).text)["format"])
+    assert grammar.count(" part_1 ") > 100  # the rule of it
+    assert len(made) == 1
+
+
+def test_tags_in_each_other_are_not_written_for_ever() -> None:
+    """Each of them twice as often as the one around it."""
+    compiled(form(nested(JSON, 7)))
+    many = some("sequence", JSON, *[const("a")] * 1900)
+    compiled(form(nested(many, 2)))
+    with pytest.raises(RequestError, match=f"makes more than {MAX_VISITS} formats, as the") as it:
+        compiled(form(nested(many, 7)))
+    assert it.value.param == "structured_outputs.structural_tag"
+
+
+def nested(format_: Any, depth: int) -> Any:
+    for number in range(depth):
+        format_ = separated(",", tag(f"<{number}>", format_, f"</{number}>"))
+    return format_
 
 
 def test_depth() -> None:
