@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured import compiler
+from onnxport.serving.structured.compiler import ROW, GrammarCompiler
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 from onnxport.serving.structured.structural import (
     FORMATS,
@@ -25,7 +27,7 @@ from onnxport.serving.structured.structural import (
 from onnxport.serving.structured.tags import MAX_VISITS, TagWriter
 from tests.tiers import examples
 
-from .structured import PROMPT, accepts, compiled, write
+from .structured import LIMITS, PROMPT, accepts, compiled, vocabulary, write
 from .tag_formats import (
     ANY,
     DIGIT,
@@ -454,14 +456,7 @@ def test_what_is_too_long_as_it_is_enforced_alone() -> None:
 
 
 def test_contents_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def counted(grammar: str, *rest: Any) -> Any:
-        made.append(grammar)
-        return matcher(grammar, *rest)
-
-    matcher = compiler._matcher
-    monkeypatch.setattr(compiler, "_matcher", counted)
+    made = count(monkeypatch)
     compiled(form(triggered(["<"], *[tag(f"<{number}>", JSON, "") for number in range(9)])))
     assert len(made) == 2  # it alone, and all together
     assert made[1].count("%json") == 1
@@ -495,6 +490,48 @@ def nested(format_: Any, depth: int) -> Any:
     for number in range(depth):
         format_ = separated(",", tag(f"<{number}>", format_, f"</{number}>"))
     return format_
+
+
+@pytest.mark.parametrize("wrong", [r"a[^\s\S]", "a(b", "[^\\s\\S]|[^\\s\\S]b"])
+def test_many_small_expressions_are_looked_at_together(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    made = count(monkeypatch)
+    large = [regex(f"[a-c]{{1,300}}{number}") for number in range(3)]
+    small = [regex(f"{number}[a-z]+ {{0,99}}x") for number in range(2 * ROW + 1)]
+    compiled(form(tag("<", some("or", *large, *small), ">")))
+    assert len(made) == 3 + 3 + 1  # those alone, rows of them, and all
+    small[ROW] = regex(wrong)
+    with pytest.raises(RequestError, match=rf"content\.elements\[{3 + ROW}\] of the struct"):
+        compiled(form(tag("<", some("or", *large, *small), ">")))
+
+
+def test_looking_at_contents_ends_when_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one who asks has it looked at anew."""
+    made = count(monkeypatch)
+    spec = form(tag("<", some("or", *[regex(f"[a-c]{{1,300}}{one}") for one in range(9)]), ">"))
+    now = iter(range(10**6))
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    own = GrammarCompiler(vocabulary, replace(LIMITS, timeout_s=5.0))
+    for times in (1, 2):
+        with pytest.raises(RequestError, match=r"took more than 5\.0 s to compile") as caught:
+            own.compile(spec)
+        assert caught.value.param == "structured_outputs.structural_tag"
+        assert len(made) == times * 5
+    own.close()
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what is compiled from now on, as it will be."""
+    made: list[str] = []
+    matcher = compiler._matcher
+
+    def counted(grammar: str, *rest: Any) -> Any:
+        made.append(grammar)
+        return matcher(grammar, *rest)
+
+    monkeypatch.setattr(compiler, "_matcher", counted)
+    return made
 
 
 def test_depth() -> None:
