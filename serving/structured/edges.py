@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from onnxport.serving.structured.structural import ENDLESS
+
 # What JSON may begin with; of white space there is some where there may be several such texts.
 JSON_BEGINS = frozenset('{["-0123456789tfn \t\r\n')
 
@@ -61,6 +63,24 @@ def _first_ones(
         yield format_
     if is_optional:
         yield from ends if ends and "" not in ends else (format_,)
+
+
+def times_of(format_: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int]:
+    """Return what a format repeats, how often at least, and how often at most.
+
+    What is repeated in another is so many times in all where that says the same: in each other,
+    counts of the two could be told apart in more ways than there are texts.
+    """
+    content, least, most = format_["content"], format_["min"], format_["max"]
+    while content["type"] == "repeat":
+        low, high = content["min"], content["max"]
+        whole = ENDLESS if ENDLESS in (most, high) else most * high
+        fewest = max(1, least)  # times of the outer one, of which one more leaves no gap
+        is_gapless = high == ENDLESS or (fewest + 1) * low <= fewest * high + 1 or most == fewest
+        if not is_gapless or (not least and low > 1):
+            break
+        content, least, most = content["content"], least * low, whole
+    return content, least, most
 
 
 def flat(elements: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

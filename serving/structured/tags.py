@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from onnxport.errors import RequestError
-from onnxport.serving.structured.edges import flat, last_ones, takes
+from onnxport.serving.structured.edges import flat, last_ones, takes, times_of
 from onnxport.serving.structured.expression import (
     ASCII,
     UnknownSyntaxError,
@@ -27,6 +27,7 @@ NOTHING = ("",)  # what ends the last format of a text
 OTHERS = ()  # what ends a format that another one stands behind
 MAX_CHARS = 1 << 21  # of a grammar; a request's own are far fewer
 MAX_VISITS = 100_000  # of formats, each of which is looked at with each that it is in
+MAX_TOTAL = 100_000_000  # times that a format comes which is repeated in others
 
 
 class TagWriter:
@@ -184,7 +185,7 @@ class TagWriter:
 
         Otherwise text that may go on as the end does could not be another time instead.
         """
-        content, least, most = format_["content"], format_["min"], format_["max"]
+        content, least, most = self._times_of(format_)
         if not self._may_take(content, ends):
             return self._closed(f"{self._one(content, OTHERS)}{_times(least, most)}", ends)
         some = self._one(content, ends)
@@ -192,6 +193,21 @@ class TagWriter:
             before = _times(max(0, least - 1), max(ENDLESS, most - 1))
             some = f"{self._one(content, OTHERS)}{before} {some}"
         return some if least else _or_none(some, self._none(ends, ""))
+
+    def _times_of(self, format_: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int]:
+        """Return what `times_of` does.
+
+        Raises:
+            RequestError: it is so often that it could not be counted.
+        """
+        content, least, most = times_of(format_)
+        if max(least, most) > MAX_TOTAL:
+            raise RequestError(
+                f"a format that is repeated in others comes {max(least, most)} times in all, at "
+                f"most {MAX_TOTAL} are supported; lower a min or max, or give a max of {ENDLESS}",
+                self._where,
+            )
+        return content, least, most
 
     def _one(self, content: Mapping[str, Any], ends: Sequence[str]) -> str:
         """Return a format that is repeated, as a rule of its own that is written once."""
@@ -340,8 +356,9 @@ class TagWriter:
         elif kind == "any_text":
             told = f"(/{ANY_TEXT}/{self._without(format_['excludes'])})"
         elif kind == "repeat" and (ends or self._may_take(format_["content"])):
-            inner = self._regular(format_["content"], NOTHING)
-            told = inner and f"({inner}){_times(format_['min'], format_['max'])}"
+            content, least, most = self._times_of(format_)
+            inner = self._regular(content, NOTHING)
+            told = inner and f"({inner}){_times(least, most)}"
         elif kind == "tag" and not free_end(format_["content"]):
             inner = self._regular(format_["content"], format_["end"])
             told = inner and _joined(self._plain(format_["begin"]), inner)

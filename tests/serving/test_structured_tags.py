@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured import compiler
 from onnxport.serving.structured.compiler import ROW, GrammarCompiler
+from onnxport.serving.structured.edges import times_of
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 from onnxport.serving.structured.structural import (
     FORMATS,
@@ -31,6 +33,7 @@ from .structured import LIMITS, PROMPT, accepts, compiled, vocabulary, write
 from .tag_formats import (
     ANY,
     DIGIT,
+    ENDLESS,
     GBNF,
     GRAMMAR,
     JSON,
@@ -51,6 +54,7 @@ F = tag("<f>", JSON, "</f>")
 H = tag("<h>", ANY, "</h>")
 F1 = '<f>{"a":1}</f>'
 G = tag("<g>", regex("[a-c]{1,3}"), "</g>")
+JSON1 = '{"a":1}'
 CALL = "<call>", "</call>"
 # A format, texts that have it, texts that have not.
 CASES: list[tuple[Any, list[str], list[str]]] = [
@@ -107,6 +111,17 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     (repeat(2, 2, F), ['<f>{"a":1}</f><f>{"a":2}</f>'], ['<f>{"a":1}</f>']),
     (repeat(0, 2, G), ["", "<g>a</g><g>b</g>"], ["<g>a</g><g>b</g><g>c</g>"]),
     (repeat(2, -1, G), ["<g>a</g>" * 2, "<g>a</g>" * 9], ["", "<g>a</g>"]),
+    (
+        repeat(0, 99, repeat(0, 99, const("ab"))),
+        ["", "ab", "ab" * 100],
+        ["ab" * 100 + "a"],
+    ),
+    (
+        tag("[t]", repeat(2, 3, often("plus", JSON)), "[/t]"),
+        [f"[t]{JSON1 * 2}[/t]", f"[t]{JSON1 * 9}[/t]"],
+        [f"[t]{JSON1}[/t]"],
+    ),
+    (repeat(2, 3, repeat(2, 2, const("ab"))), ["ab" * 4, "ab" * 6], ["ab" * 5, "ab" * 3]),
     (often("optional", ANY), ["", "x\ny"], []),
     (tag("<t>", often("optional", some("sequence", JSON, ANY)), ";"), ["<t>;"], ["<t>x;", "<t>"]),
     (tag("t", often("optional", triggered(["<g"], G)), "</t>"), ["t</t>", "ta<g>b</g></t>"], ["t"]),
@@ -404,6 +419,10 @@ def test_behind_reasoning() -> None:
         (repeat(MAX_TIMES + 1, -1, JSON), f"min is 0 to {MAX_TIMES}"),
         (repeat(3, 2, JSON), "format.max is 2, less than min, which is 3"),
         (separated(1, F), "format.separator is 1"),  # type: ignore[arg-type]
+        (
+            repeat(0, MAX_TIMES, repeat(0, MAX_TIMES, repeat(0, 2, const("a")))),
+            "comes 200000000 times in all, at most 100000000 are supported",
+        ),
         (some("or", *[const("a")] * MAX_FORMATS), f"more than {MAX_FORMATS}"),
     ],
 )
@@ -532,6 +551,23 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(compiler, "_matcher", counted)
     return made
+
+
+@pytest.mark.parametrize("outer", [*product(range(4), (1, 2, 3, ENDLESS))])
+def test_what_is_repeated_in_another_comes_so_often_in_all(outer: tuple[int, int]) -> None:
+    """Or it stays in it, where some numbers between the least and the most are none."""
+    for inner in product(range(4), (1, 2, 3, ENDLESS)):
+        (least, most), (low, high) = outer, inner
+        if most < least != most != ENDLESS or high < low != high != ENDLESS:
+            continue
+        content, fewest, whole = times_of(repeat(*outer, repeat(*inner, JSON)))
+        numbers = {0} if least == 0 else set()
+        for times in range(max(1, least), 10 if most == ENDLESS else most + 1):
+            numbers |= set(range(times * low, 10 if high == ENDLESS else times * high + 1))
+        told = set(range(fewest, 10 if whole == ENDLESS else whole + 1))
+        told &= set(range(10))
+        numbers &= set(range(10))
+        assert (told == numbers) == (content is JSON or content == JSON), (outer, inner)
 
 
 def test_depth() -> None:
