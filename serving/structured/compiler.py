@@ -35,13 +35,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from onnxport.serving.structured.sequence import SequenceGrammar
+    from onnxport.serving.structured.source import Content
     from onnxport.serving.structured.threads import CompileThreads
 
 logger = logging.getLogger(__name__)
 
 CLOSED = "the engine is closed and takes no more requests"
 NO_TOKENS = array("q")
+ROW = 100  # small expressions that are looked at together
 NOTHING_FITS = "NoExtension"  # why the library stops where no token may come, and no end either
+
+
+class _TooLateError(RequestError):
+    """Who waited has been told by now, and another time it may take less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +252,7 @@ class GrammarCompiler:
             )
         if self._threads is not None:
             self._threads.leave(future)
-        return RequestError(
-            f"{NAMES[spec.kind]} took more than {timeout_s} s to compile; make it smaller",
-            spec.where,
-        )
+        return RequestError(_too_long(spec, self._limits), spec.where)
 
     def _build(self, spec: StructuredOutputs) -> CompiledGrammar:
         """Compile a grammar, in one of the threads."""
@@ -258,7 +261,13 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
         vocabulary = self._vocabulary
-        compiled = compile_grammar(spec, vocabulary, self._limits, self._masks)
+        try:
+            compiled = compile_grammar(spec, vocabulary, self._limits, self._masks)
+        except _TooLateError:  # so it is begun again for one who comes back for it
+            with self._lock:
+                if self._cache.pop(spec, None) is not None:
+                    self._num_chars -= spec.num_chars
+            raise
         logger.debug("compiled a %s in %.3f s", spec.kind, time.monotonic() - start_s)
         return compiled
 
@@ -308,17 +317,45 @@ def compile_grammar(
 
 
 def _check_contents(spec: StructuredOutputs, vocabulary: Vocabulary, limits: CompileLimits) -> None:
-    """Refuse a structural tag with a content that nothing fits, which shows in a text's middle."""
-    from onnxport.serving.structured.source import contents_of
+    """Refuse a structural tag with a content that nothing fits, which shows in a text's middle.
+
+    Small expressions are looked at many at once, and one by one only where something is wrong.
+
+    Raises:
+        RequestError: says where, or that it took too long, so that no thread goes on for nobody.
+    """
+    from onnxport.serving.structured.source import contents_of, row_of
 
     name, param = NAMES[spec.kind], spec.where
+    until = time.monotonic() + limits.timeout_s
+
+    def check(grammar: str, told: str) -> None:
+        if time.monotonic() > until:
+            raise _TooLateError(_too_long(spec, limits), param)
+        matcher = _matcher(grammar, told, param, vocabulary, limits)
+        _first_ids(CompiledGrammar(vocabulary, matcher), told, param)
+
     seen: set[str] = set()
-    for place, grammar in contents_of(spec, vocabulary.texts):
-        if grammar not in seen:
-            seen.add(grammar)
-            told = f"{place} of {name}"
-            matcher = _matcher(grammar, told, param, vocabulary, limits)
-            _first_ids(CompiledGrammar(vocabulary, matcher), told, param)
+    small: list[tuple[str, Content]] = []
+    for each in contents_of(spec, vocabulary.texts):
+        if each.grammar in seen:
+            continue
+        seen.add(each.grammar)
+        if each.small is None:
+            check(each.grammar, f"{each.place} of {name}")
+        else:
+            small.append((each.small, each))
+    for start in range(0, len(small), ROW):
+        row = small[start : start + ROW]
+        with contextlib.suppress(RequestError):
+            check(row_of(told for told, _ in row), name)
+            continue
+        for _, each in row:  # which of them is wrong, unless all together are too much
+            check(each.grammar, f"{each.place} of {name}")
+
+
+def _too_long(spec: StructuredOutputs, limits: CompileLimits) -> str:
+    return f"{NAMES[spec.kind]} took more than {limits.timeout_s} s to compile; make it smaller"
 
 
 def _matcher(

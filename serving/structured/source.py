@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -68,6 +69,8 @@ _ATOM = re.compile(
 _ATOM_OR_SCHEMA = re.compile(rf"{_ATOM.pattern}|(?P<schema>%json\s*(?=\{{))", re.VERBOSE)
 _OPTIONS = re.compile(r"%llguidance\b.*")
 MOST_RULES = 2000  # of a grammar in GBNF, whose translation looks at all of them again and again
+SMALL_CHARS = 64  # of an expression that needs no look of its own
+_LARGE_COUNT = re.compile(r"\{[^}]*[0-9]{3}")
 _IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:", re.MULTILINE)
 
 
@@ -98,8 +101,24 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
     return HEAD + (form if spec.thought is None else _behind(spec.thought, form))
 
 
-def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield the grammar of each content of a structural tag that may be wrong, behind its place.
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A content of a structural tag that may be wrong.
+
+    Attributes:
+        place: where it stands.
+        grammar: of it alone.
+        small: an expression, as it stands in a grammar, of which nothing but its syntax may be
+            wrong, or that nothing fits it; None: it is another content.
+    """
+
+    place: str
+    grammar: str
+    small: str | None = None
+
+
+def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterator[Content]:
+    """Yield the contents of a structural tag that may be wrong.
 
     Args:
         spec: the form.
@@ -109,10 +128,13 @@ def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterato
         RequestError: a grammar has what would not be obeyed; says which.
     """
     for place, one in contents(json.loads(spec.text)["format"]):
+        small = None
         if one["type"] == "json_schema":
             form = f"start: %json {_with_options(one['json_schema'])}"
         elif one["type"] == "regex":
-            form = f"start: {_regex(one['pattern'])}"
+            told = _regex(one["pattern"])
+            form = f"start: {told}"
+            small = told if _is_small(one["pattern"]) else None
         elif one["type"] == "grammar":
             try:
                 form = _lark(one["grammar"], spec.where)
@@ -120,7 +142,19 @@ def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterato
                 raise RequestError(f"{place}: {error}", spec.where) from error
         else:
             continue
-        yield place, HEAD + _with_texts(form, texts)
+        yield Content(place, HEAD + _with_texts(form, texts), small)
+
+
+def row_of(parts: Iterable[str]) -> str:
+    """Return the grammar of some expressions in a row, which nothing fits if nothing fits one."""
+    return f"{HEAD}start: ROW\nROW: {' '.join(parts)}"
+
+
+def _is_small(pattern: str) -> bool:
+    """Whether an expression is far from the compiler's limits."""
+    counted = pattern.count("{")  # one in another makes many
+    is_counted_high = counted > 1 or _LARGE_COUNT.search(pattern) is not None
+    return len(pattern) <= SMALL_CHARS and not is_counted_high
 
 
 def _form(spec: StructuredOutputs) -> str:

@@ -8,10 +8,12 @@ again is no lexeme where something else stands behind it, which could begin as a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.structured.edges import flat, last_ones, takes, times_of
 from onnxport.serving.structured.expression import (
     ASCII,
     UnknownSyntaxError,
@@ -24,6 +26,8 @@ ANY_TEXT = "(?s:.*)"
 NOTHING = ("",)  # what ends the last format of a text
 OTHERS = ()  # what ends a format that another one stands behind
 MAX_CHARS = 1 << 21  # of a grammar; a request's own are far fewer
+MAX_VISITS = 100_000  # of formats, each of which is looked at with each that it is in
+MAX_TOTAL = 100_000_000  # times that a format comes which is repeated in others
 
 
 class TagWriter:
@@ -46,14 +50,16 @@ class TagWriter:
             grammar: returns a checked grammar in Lark's syntax.
             where: the field of a request that errors name.
         """
-        self._literally = literally
-        self._regex = regex
+        self._literally = cache(literally)
+        self._regex = cache(regex)
         self._schema = schema
         self._grammar = grammar
         self._rules: list[str] = []
         self._where = where
         self._num_chars = 0
+        self._num_visits = 0
         self._rule_of: dict[str, str] = {}  # the names of rules, by what they say
+        self._written_as: dict[int, str] = {}  # the names of rules, by the formats that they are
         self._repeated_as: dict[tuple[int, tuple[str, ...]], str] = {}
         self._chars_of: dict[str, int] = {}  # the ASCII characters of an expression, as bits
 
@@ -116,7 +122,9 @@ class TagWriter:
             return self._first(regular, ends)  # a tag ends with the first end
         kind = format_["type"]
         if kind == "or":
-            return _joined(self._text(before), self._or(format_["elements"], ends))
+            if takes(format_, ends):
+                return self._or(format_["elements"], ends, before)
+            return _joined(self._text(before), self._or(format_["elements"], ends, ""))
         if kind == "sequence":
             return self._sequence(format_["elements"], ends, before)
         if kind == "tag":
@@ -125,31 +133,40 @@ class TagWriter:
             return self._triggered(format_, ends, before)
         if kind == "tags_with_separator":
             return self._separated(format_, ends, before)
+        if kind == "repeat" and before and takes(format_, ends):  # so it comes at most once
+            some = self._format(format_["content"], ends, before)
+            return some if format_["min"] else _or_none(some, self._none(ends, before))
         if kind == "repeat":
             return _joined(self._text(before), self._repeated(format_, ends))
-        if kind == "grammar":
-            told = f"%lark {{\n{self._grammar(format_['grammar'])}\n}}"
-        else:
-            told = f"%json {self._schema(format_['json_schema'])}"
-        if told not in self._rule_of:
-            self._rule_of[told] = self._rule(told)
-        return self._closed(_joined(self._text(before), self._rule_of[told]), ends)
+        return self._closed(_joined(self._text(before), self._content(format_)), ends)
 
-    def _or(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str]) -> str:
+    def _content(self, format_: Mapping[str, Any]) -> str:
+        """Return a schema or a grammar, as a rule of its own that is written once."""
+        if id(format_) not in self._written_as:
+            if format_["type"] == "grammar":
+                told = f"%lark {{\n{self._grammar(format_['grammar'])}\n}}"
+            else:
+                told = f"%json {self._schema(format_['json_schema'])}"
+            if told not in self._rule_of:
+                self._rule_of[told] = self._rule(told)
+            self._written_as[id(format_)] = self._rule_of[told]
+        return self._written_as[id(format_)]
+
+    def _or(self, elements: Sequence[Mapping[str, Any]], ends: Sequence[str], before: str) -> str:
         """Return one of some elements, which begin and end alike where others may do so."""
         ways, closed = [], []
         for one in elements:
             if self._may_take(one, ends):
-                ways.append(self._format(one, ends, ""))
+                ways.append(self._format(one, ends, before))
             else:
-                closed.append(self._format(one, OTHERS, ""))
+                closed.append(self._format(one, OTHERS, before))
         return _either([*ways, self._closed(_either(closed), ends)] if closed else ways)
 
     def _sequence(self, elements: Sequence[Mapping[str, Any]], ends: Any, before: str) -> str:
         """Return elements behind each other, those that are regular as one lexeme."""
         groups: list[list[Mapping[str, Any]]] = []  # from the last one on
         is_run = False  # whether the group at hand is regular
-        for one in reversed(list(_flat(elements))):
+        for one in reversed(list(flat(elements))):
             behind = NOTHING if is_run else OTHERS if groups else ends
             is_regular = self._regular(one, behind) is not None
             if is_regular and is_run:
@@ -168,14 +185,29 @@ class TagWriter:
 
         Otherwise text that may go on as the end does could not be another time instead.
         """
-        content, least, most = format_["content"], format_["min"], format_["max"]
+        content, least, most = self._times_of(format_)
         if not self._may_take(content, ends):
             return self._closed(f"{self._one(content, OTHERS)}{_times(least, most)}", ends)
         some = self._one(content, ends)
         if most != 1:
             before = _times(max(0, least - 1), max(ENDLESS, most - 1))
             some = f"{self._one(content, OTHERS)}{before} {some}"
-        return some if least else _or_none(some, self._either_text(ends))
+        return some if least else _or_none(some, self._none(ends, ""))
+
+    def _times_of(self, format_: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int]:
+        """Return what `times_of` does.
+
+        Raises:
+            RequestError: it is so often that it could not be counted.
+        """
+        content, least, most = times_of(format_)
+        if max(least, most) > MAX_TOTAL:
+            raise RequestError(
+                f"a format that is repeated in others comes {max(least, most)} times in all, at "
+                f"most {MAX_TOTAL} are supported; lower a min or max, or give a max of {ENDLESS}",
+                self._where,
+            )
+        return content, least, most
 
     def _one(self, content: Mapping[str, Any], ends: Sequence[str]) -> str:
         """Return a format that is repeated, as a rule of its own that is written once."""
@@ -191,8 +223,11 @@ class TagWriter:
     def _separated(self, format_: Mapping[str, Any], ends: Sequence[str], before: str) -> str:
         tags, separator = format_["tags"], format_["separator"]
         if not format_["at_least_one"]:
-            some = self._separated({**format_, "at_least_one": True}, ends, "")
-            return _joined(self._text(before), _or_none(some, self._either_text(ends)))
+            some = {**format_, "at_least_one": True}
+            if takes(format_, ends):
+                return _or_none(self._separated(some, ends, before), self._none(ends, before))
+            told = _or_none(self._separated(some, ends, ""), self._none(ends, ""))
+            return _joined(self._text(before), told)
         first = _either(self._tag(tag, before) for tag in tags)
         more = ""
         if not format_["stop_after_first"]:
@@ -263,7 +298,7 @@ class TagWriter:
             return free_end(format_)
         parts = format_.get("elements", ())
         if kind == "sequence":
-            parts = _last_ones(parts)
+            parts = last_ones(parts)
         elif kind == "repeat" or (kind == "tag" and "" in format_["end"]):
             parts = [format_["content"]]
         return kind == "any_text" or any(self._may_take(part, ends) for part in parts)
@@ -282,6 +317,10 @@ class TagWriter:
     def _closed(self, told: str, ends: Sequence[str]) -> str:
         return _joined(told, self._either_text(ends))
 
+    def _none(self, ends: Sequence[str], before: str) -> str:
+        """Return one of the texts that end a format of which nothing is there."""
+        return self._either_text([before + end for end in ends])
+
     def _either_text(self, texts: Sequence[str]) -> str:
         told = [self._text(text) for text in texts if text]
         return f"({' | '.join(told)}){'?' if '' in texts else ''}" if told else ""
@@ -293,7 +332,20 @@ class TagWriter:
         return f"/{self._literally(text)}/" if text else ""
 
     def _regular(self, format_: Mapping[str, Any], ends: Sequence[str]) -> str | None:
-        """Return a format and what ends it as one lexeme; None: it is not one."""
+        """Return a format and what ends it as one lexeme; None: it is not one.
+
+        Raises:
+            RequestError: too many formats were looked at. Tags are written twice where others may
+                come behind the first ones, so formats deep in each other are many more than a
+                request's.
+        """
+        self._num_visits += 1
+        if self._num_visits > MAX_VISITS:
+            raise RequestError(
+                f"the structural tag makes more than {MAX_VISITS} formats, as the tags of each "
+                "tags_with_separator and triggered_tags are written twice; nest fewer of them",
+                self._where,
+            )
         kind = format_["type"]
         inner: str | None
         told: str | None = None
@@ -304,8 +356,9 @@ class TagWriter:
         elif kind == "any_text":
             told = f"(/{ANY_TEXT}/{self._without(format_['excludes'])})"
         elif kind == "repeat" and (ends or self._may_take(format_["content"])):
-            inner = self._regular(format_["content"], NOTHING)
-            told = inner and f"({inner}){_times(format_['min'], format_['max'])}"
+            content, least, most = self._times_of(format_)
+            inner = self._regular(content, NOTHING)
+            told = inner and f"({inner}){_times(least, most)}"
         elif kind == "tag" and not free_end(format_["content"]):
             inner = self._regular(format_["content"], format_["end"])
             told = inner and _joined(self._plain(format_["begin"]), inner)
@@ -324,37 +377,6 @@ class TagWriter:
             return told
         closing = [self._literally(end) for end in ends]
         return _joined(told, f"/{'|'.join(closing)}/")
-
-
-def _flat(elements: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield elements of a sequence, those of others in it among them."""
-    for one in elements:
-        if one["type"] == "sequence":
-            yield from _flat(one["elements"])
-        else:
-            yield one
-
-
-def _last_ones(elements: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the elements of a sequence that may be the last one of a text, from the end."""
-    for one in reversed(elements):
-        yield one
-        if not _may_be_empty(one):
-            return
-
-
-def _may_be_empty(format_: Mapping[str, Any]) -> bool:
-    """Whether a format may be the empty text, so far as can be told without its expressions."""
-    kind = format_["type"]
-    if kind == "sequence":
-        return all(map(_may_be_empty, format_["elements"]))
-    if kind == "or":
-        return any(map(_may_be_empty, format_["elements"]))
-    if kind == "repeat":
-        return format_["min"] == 0 or _may_be_empty(format_["content"])
-    if kind in ("triggered_tags", "tags_with_separator"):
-        return not format_["at_least_one"]
-    return kind in ("any_text", "regex")
 
 
 def _times(least: int, most: int) -> str:

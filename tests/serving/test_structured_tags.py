@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import pytest
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured import compiler
+from onnxport.serving.structured.compiler import ROW, GrammarCompiler
+from onnxport.serving.structured.edges import times_of
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 from onnxport.serving.structured.structural import (
     FORMATS,
@@ -22,12 +26,14 @@ from onnxport.serving.structured.structural import (
     REFUSED,
     SILENT,
 )
+from onnxport.serving.structured.tags import MAX_VISITS, TagWriter
 from tests.tiers import examples
 
-from .structured import PROMPT, accepts, compiled, write
+from .structured import LIMITS, PROMPT, accepts, compiled, vocabulary, write
 from .tag_formats import (
     ANY,
     DIGIT,
+    ENDLESS,
     GBNF,
     GRAMMAR,
     JSON,
@@ -48,6 +54,8 @@ F = tag("<f>", JSON, "</f>")
 H = tag("<h>", ANY, "</h>")
 F1 = '<f>{"a":1}</f>'
 G = tag("<g>", regex("[a-c]{1,3}"), "</g>")
+JSON1 = '{"a":1}'
+CALL = "<call>", "</call>"
 # A format, texts that have it, texts that have not.
 CASES: list[tuple[Any, list[str], list[str]]] = [
     (const("a<b"), ["a<b"], ["a", "a<bc"]),
@@ -103,6 +111,17 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     (repeat(2, 2, F), ['<f>{"a":1}</f><f>{"a":2}</f>'], ['<f>{"a":1}</f>']),
     (repeat(0, 2, G), ["", "<g>a</g><g>b</g>"], ["<g>a</g><g>b</g><g>c</g>"]),
     (repeat(2, -1, G), ["<g>a</g>" * 2, "<g>a</g>" * 9], ["", "<g>a</g>"]),
+    (
+        repeat(0, 99, repeat(0, 99, const("ab"))),
+        ["", "ab", "ab" * 100],
+        ["ab" * 100 + "a"],
+    ),
+    (
+        tag("[t]", repeat(2, 3, often("plus", JSON)), "[/t]"),
+        [f"[t]{JSON1 * 2}[/t]", f"[t]{JSON1 * 9}[/t]"],
+        [f"[t]{JSON1}[/t]"],
+    ),
+    (repeat(2, 3, repeat(2, 2, const("ab"))), ["ab" * 4, "ab" * 6], ["ab" * 5, "ab" * 3]),
     (often("optional", ANY), ["", "x\ny"], []),
     (tag("<t>", often("optional", some("sequence", JSON, ANY)), ";"), ["<t>;"], ["<t>x;", "<t>"]),
     (tag("t", often("optional", triggered(["<g"], G)), "</t>"), ["t</t>", "ta<g>b</g></t>"], ["t"]),
@@ -178,6 +197,48 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
         some("sequence", tag("<think>", ANY, "</think>"), triggered(["<f"], F)),
         ["<think>a</think>b", '<think></think><f>{"a":1}</f>'],
         ["b", "<think>a", "<think></think><f"],
+    ),
+    # What stands before alternatives stands before other tags, too.
+    (
+        some("or", tag(CALL[0], some("or", F, G), CALL[1]), tag(CALL[0], H, CALL[1])),
+        [f"<call>{F1}</call>", "<call><g>a</g></call>", "<call><h>x</h></call>"],
+        ["<call></call>", f"<call>{F1}<g>a</g></call>", "<call><h>x</call>"],
+    ),
+    (
+        some(
+            "or",
+            tag(
+                "<f=",
+                some("or", *(some("sequence", const(name), JSON) for name in ("get>", "put>"))),
+                "</f>",
+            ),
+            tag("<f=get_all>", ANY, "</f>"),
+        ),
+        ['<f=get>{"a":1}</f>', '<f=put>{"a":1}</f>', "<f=get_all>x</f>"],
+        ["<f=get></f>", '<f=get_all>{"a":1}<f>'],
+    ),
+    *(
+        (
+            some("or", tag(CALL[0], one, CALL[1]), tag(CALL[0], H, CALL[1])),
+            ["<call></call>", f"<call>{F1}</call>", "<call><h>x</h></call>"],
+            ["<call>", f"<call>{F1}{F1}</call>", "<call><g>a</g></call>"],
+        )
+        for one in (separated(",", F), often("optional", F), often("optional", some("or", F, F)))
+    ),
+    (
+        some("or", tag("<t>", some("or", G, JSON), "</t>"), tag("<t>", const("<end>"), "</t>")),
+        ['<t>{"a":1}</t>', "<t><g>a</g></t>", "<t><end></t>"],
+        ["<t></t>", '<t><end>{"a":1}</t>', '<t><g>a</g>{"a":1}</t>'],
+    ),
+    (  # and apart from them where one of them may be empty, or begin as another does
+        tag("<a>", some("or", often("optional", G), F), "</a>"),
+        ["<a></a>", "<a><g>a</g></a>", f"<a>{F1}</a>"],
+        ["<a><g></g></a>", f"<a><g>a</g>{F1}</a>"],
+    ),
+    (
+        tag("<a>", some("or", JSON, some("sequence", const("{{"), JSON)), ["</a>", ""]),
+        ['<a>{"a":1}</a>', '<a>{"a":1}', '<a>{{{"a":1}'],
+        ["<a>", "<a></a>", '<a>{"a":1}{{'],
     ),
 ]
 
@@ -358,6 +419,10 @@ def test_behind_reasoning() -> None:
         (repeat(MAX_TIMES + 1, -1, JSON), f"min is 0 to {MAX_TIMES}"),
         (repeat(3, 2, JSON), "format.max is 2, less than min, which is 3"),
         (separated(1, F), "format.separator is 1"),  # type: ignore[arg-type]
+        (
+            repeat(0, MAX_TIMES, repeat(0, MAX_TIMES, repeat(0, 2, const("a")))),
+            "comes 200000000 times in all, at most 100000000 are supported",
+        ),
         (some("or", *[const("a")] * MAX_FORMATS), f"more than {MAX_FORMATS}"),
     ],
 )
@@ -410,17 +475,99 @@ def test_what_is_too_long_as_it_is_enforced_alone() -> None:
 
 
 def test_contents_that_are_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count(monkeypatch)
+    compiled(form(triggered(["<"], *[tag(f"<{number}>", JSON, "") for number in range(9)])))
+    assert len(made) == 2  # it alone, and all together
+    assert made[1].count("%json") == 1
+
+
+@pytest.mark.parametrize("leaf", [JSON, GRAMMAR])
+def test_what_is_in_tags_in_each_other_is_written_once(leaf: Any) -> None:
+    made: list[Any] = []
+
+    def told(content: Any) -> str:
+        made.append(content)
+        return "{}"
+
+    writer = TagWriter(re.escape, str, told, told, "")
+    grammar = writer.whole(json.loads(form(nested(leaf, 7)).text)["format"])
+    assert grammar.count(" part_1 ") > 100  # the rule of it
+    assert len(made) == 1
+
+
+def test_tags_in_each_other_are_not_written_for_ever() -> None:
+    """Each of them twice as often as the one around it."""
+    compiled(form(nested(JSON, 7)))
+    many = some("sequence", JSON, *[const("a")] * 1900)
+    compiled(form(nested(many, 2)))
+    with pytest.raises(RequestError, match=f"makes more than {MAX_VISITS} formats, as the") as it:
+        compiled(form(nested(many, 7)))
+    assert it.value.param == "structured_outputs.structural_tag"
+
+
+def nested(format_: Any, depth: int) -> Any:
+    for number in range(depth):
+        format_ = separated(",", tag(f"<{number}>", format_, f"</{number}>"))
+    return format_
+
+
+@pytest.mark.parametrize("wrong", [r"a[^\s\S]", "a(b", "[^\\s\\S]|[^\\s\\S]b"])
+def test_many_small_expressions_are_looked_at_together(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    made = count(monkeypatch)
+    large = [regex(f"[a-c]{{1,300}}{number}") for number in range(3)]
+    small = [regex(f"{number}[a-z]+ {{0,99}}x") for number in range(2 * ROW + 1)]
+    compiled(form(tag("<", some("or", *large, *small), ">")))
+    assert len(made) == 3 + 3 + 1  # those alone, rows of them, and all
+    small[ROW] = regex(wrong)
+    with pytest.raises(RequestError, match=rf"content\.elements\[{3 + ROW}\] of the struct"):
+        compiled(form(tag("<", some("or", *large, *small), ">")))
+
+
+def test_looking_at_contents_ends_when_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one who asks has it looked at anew."""
+    made = count(monkeypatch)
+    spec = form(tag("<", some("or", *[regex(f"[a-c]{{1,300}}{one}") for one in range(9)]), ">"))
+    now = iter(range(10**6))
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    own = GrammarCompiler(vocabulary, replace(LIMITS, timeout_s=5.0))
+    for times in (1, 2):
+        with pytest.raises(RequestError, match=r"took more than 5\.0 s to compile") as caught:
+            own.compile(spec)
+        assert caught.value.param == "structured_outputs.structural_tag"
+        assert len(made) == times * 5
+    own.close()
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what is compiled from now on, as it will be."""
     made: list[str] = []
+    matcher = compiler._matcher
 
     def counted(grammar: str, *rest: Any) -> Any:
         made.append(grammar)
         return matcher(grammar, *rest)
 
-    matcher = compiler._matcher
     monkeypatch.setattr(compiler, "_matcher", counted)
-    compiled(form(triggered(["<"], *[tag(f"<{number}>", JSON, "") for number in range(9)])))
-    assert len(made) == 2  # it alone, and all together
-    assert made[1].count("%json") == 1
+    return made
+
+
+@pytest.mark.parametrize("outer", [*product(range(4), (1, 2, 3, ENDLESS))])
+def test_what_is_repeated_in_another_comes_so_often_in_all(outer: tuple[int, int]) -> None:
+    """Or it stays in it, where some numbers between the least and the most are none."""
+    for inner in product(range(4), (1, 2, 3, ENDLESS)):
+        (least, most), (low, high) = outer, inner
+        if most < least != most != ENDLESS or high < low != high != ENDLESS:
+            continue
+        content, fewest, whole = times_of(repeat(*outer, repeat(*inner, JSON)))
+        numbers = {0} if least == 0 else set()
+        for times in range(max(1, least), 10 if most == ENDLESS else most + 1):
+            numbers |= set(range(times * low, 10 if high == ENDLESS else times * high + 1))
+        told = set(range(fewest, 10 if whole == ENDLESS else whole + 1))
+        told &= set(range(10))
+        numbers &= set(range(10))
+        assert (told == numbers) == (content is JSON or content == JSON), (outer, inner)
 
 
 def test_depth() -> None:
