@@ -72,6 +72,7 @@ MOST_RULES = 2000  # of a grammar in GBNF, whose translation looks at all of the
 SMALL_CHARS = 64  # of an expression that needs no look of its own
 _LARGE_COUNT = re.compile(r"\{[^}]*[0-9]{3}")
 _IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:", re.MULTILINE)
+CUT = "it ends in a backslash that escapes nothing; write two for a backslash"
 
 
 def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
@@ -129,6 +130,8 @@ def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterato
     """
     for place, one in contents(json.loads(spec.text)["format"]):
         small = None
+        if one["type"] == "regex" and is_cut(one["pattern"]):
+            raise RequestError(f"{place}: {CUT}", spec.where)
         if one["type"] == "json_schema":
             form = f"start: %json {_with_options(one['json_schema'])}"
         elif one["type"] == "regex":
@@ -143,6 +146,11 @@ def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterato
         else:
             continue
         yield Content(place, HEAD + _with_texts(form, texts), small)
+
+
+def is_cut(pattern: str) -> bool:
+    """Whether a regular expression ends in a backslash that has nothing to escape."""
+    return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
 
 def row_of(parts: Iterable[str]) -> str:
@@ -162,6 +170,8 @@ def _form(spec: StructuredOutputs) -> str:
     if spec.kind == "json":
         return f"start: %json {_json(spec)}"
     if spec.kind == "regex":
+        if is_cut(spec.text):  # which llguidance would leave out
+            raise RequestError(f"the regex cannot be compiled: {CUT}", spec.where)
         return f"start: {_regex(spec.text)}"
     if spec.choice is not None:
         return f"start: {_regex(_any_of(spec.choice))}"

@@ -256,9 +256,10 @@ def test_a_model_without_end_tokens() -> None:
 
 def test_what_is_refused_before_it_runs() -> None:
     one = engine()
-    with pytest.raises(RequestError, match="cannot be compiled") as caught:
-        submit(one, "a", [30], with_form(StructuredOutputs(regex="(")))
-    assert caught.value.param == "structured_outputs.regex"
+    for wrong in ("(", "a\\", "a\\\\\\"):
+        with pytest.raises(RequestError, match="cannot be compiled") as caught:
+            submit(one, "a", [30], with_form(StructuredOutputs(regex=wrong)))
+        assert caught.value.param == "structured_outputs.regex"
     with pytest.raises(RequestError, match="give a StructuredOutputs"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
     bare = null_engine()

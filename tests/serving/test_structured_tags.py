@@ -317,6 +317,7 @@ def test_members_that_say_nothing_are_as_left_out() -> None:
         (triggered(["<"], F, tag("<n>", {**GRAMMAR, "grammar": "%llguidance {}"}, "")), "tags[1]"),
         (triggered(["<"], F, tag("<n>", {**GBNF, "grammar": "root ::= ("}, "")), "tags[1].content"),
         (triggered(["<"], F, tag("<n>", regex("("), "")), "tags[1].content"),
+        (triggered(["<"], F, tag("<n>", regex("a\\"), "")), "tags[1].content"),
         (some("sequence", const("a"), regex(r"[^\s\S]")), "elements[1]"),
         (often("star", some("or", const("a"), regex(r"[^\s\S]"))), "content.elements[1]"),
     ],
@@ -326,7 +327,9 @@ def test_a_content_that_nothing_fits_is_refused_with_its_place(format_: Any, pla
         with pytest.raises(RequestError) as caught:
             compiled(replace(form(format_), thought=thought))
         assert f"format.{place}" in str(caught.value)
-        assert re.search("no text fits|cannot be compiled|remove them|GBNF", str(caught.value))
+        assert re.search(
+            "no text fits|cannot be compiled|remove them|GBNF|backslash", str(caught.value)
+        )
         assert caught.value.param == "structured_outputs.structural_tag"
 
 
