@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from .conftest import RunningServer, StartServer
-from .scripted import MODEL, say
+from .scripted import FAR_AHEAD_S, MODEL, say
 
 LONG = {"model": MODEL, "prompt": say("x" * 1000), "max_tokens": 1000}
 
@@ -188,6 +188,9 @@ def test_deadlines(start_server: StartServer, tmp_path: Path, stream: bool) -> N
     late = tmp_path / "late"
     server = start_server(latency_s=0.02, request_timeout_s=3600, late=str(late))
     with client_of(server, max_retries=2) as client, ThreadPoolExecutor(1) as pool:
+        own = {"timeout_s": 2 * FAR_AHEAD_S}  # which counts for a request that has one
+        longer = client.completions.create(stream=True, extra_body=own, **LONG)
+        assert next(longer).choices[0].text == "x"
         if stream:
             chunks = client.completions.create(stream=True, **LONG)
             assert next(chunks).choices[0].text == "x"
@@ -197,11 +200,13 @@ def test_deadlines(start_server: StartServer, tmp_path: Path, stream: bool) -> N
             assert told.value.code == "request_timeout"
         else:
             waiting = pool.submit(client.completions.create, **LONG)
-            server.wait_for(num_requests_running=1)
+            server.wait_for(num_requests_running=2)
             late.touch()
             with pytest.raises(openai.InternalServerError, match="3600 seconds") as caught:
                 waiting.result()
             assert caught.value.status_code == 504
+        server.wait_for(num_requests_running=1, timeout=1)
+        longer.close()
         stats = server.wait_for(num_requests_running=0, timeout=1)  # was not sent again
         assert stats["num_free_blocks"] == stats["num_blocks"]
         done = client.completions.create(model=MODEL, prompt=say("x" * 40), max_tokens=50)
