@@ -69,6 +69,12 @@ class KeyChain:
         other._keys = self._keys.copy()
         return other
 
+    def first(self, num_tokens: int) -> KeyChain:
+        """Return the chain of the first `num_tokens` tokens of the sequence."""
+        other = self.copy()
+        del other._keys[num_tokens * array("q").itemsize // self._unit_bytes :]
+        return other
+
     def for_block_size(self, block_size: int) -> KeyChain:
         """Return the chain of the same sequence in other blocks, with the keys that still hold.
 

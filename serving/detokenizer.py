@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 5  # prompt tokens decoded with the first ones, for decoders that look back
@@ -35,6 +36,10 @@ class ByteDetokenizer:
     def finish(self) -> str:
         """Return what was kept back; an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+    def fork(self) -> ByteDetokenizer:
+        """Return one that goes on from here on its own."""
+        return ByteDetokenizer(self._bytes_of, self._decoder.getstate()[0])
 
 
 class WindowDetokenizer:
@@ -88,6 +93,12 @@ class WindowDetokenizer:
     def finish(self) -> str:
         """Return what was kept back; an incomplete character becomes U+FFFD."""
         return self._give_up(self._decode(self._ids)) if len(self._ids) > self._read else ""
+
+    def fork(self) -> WindowDetokenizer:
+        """Return one that goes on from here on its own."""
+        other = copy(self)
+        other._ids = self._ids.copy()
+        return other
 
     def _give_up(self, text: str) -> str:
         """Release everything as it is and begin again, so that nothing is decoded twice.

@@ -162,13 +162,30 @@ class Draft:
         self.budget -= taken
         self.free -= num_columns * len(self._groups)
 
-    def must_copy(self, block: int) -> bool:
+    def must_copy(self, block: int, num_more: int = 0) -> bool:
         """Whether a row that writes to the column of `block` would write to somebody else's.
 
         A column that is not full has as many owners in every group as in the first one.
+
+        Args:
+            block: of the first group.
+            num_more: owners that give it up besides.
         """
-        given_up = self._copies_of.get(block, 0) + self._dropped.get(block, 0)
+        given_up = num_more + self._copies_of.get(block, 0) + self._dropped.get(block, 0)
         return self._pool.ref_count(block) - given_up > 1
+
+    def columns_for(self, requests: Sequence[Request]) -> int:
+        """How many columns rows of one token each take, copies included, one after the other."""
+        total = 0
+        copies: dict[int, int] = {}
+        for request in requests:
+            blocks = request.table.blocks
+            if request.num_computed_tokens == len(blocks) * self._pool.block_size:
+                total += 1
+            elif request.forked and self.must_copy(blocks[-1], copies.get(blocks[-1], 0)):
+                copies[blocks[-1]] = copies.get(blocks[-1], 0) + 1
+                total += 1
+        return total
 
     def open(self, request: Request, num_past: int, shared: Found) -> int:
         """Add a row that goes on after `num_past` tokens, by way of `shared`; returns its number.

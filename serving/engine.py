@@ -12,6 +12,8 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving import sampling
 from onnxport.serving.adapters.registry import AdapterRegistry
+from onnxport.serving.beam_candidates import Arrival, arrivals
+from onnxport.serving.beam_search import BeamSearches
 from onnxport.serving.beside import Beside
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan, most_drafted
@@ -94,6 +96,7 @@ class Engine:
             clock,
             eos_token_ids,
         )
+        self._beams = BeamSearches(runtime.scheduler, self._sequences, eos_token_ids)
         self._recovery = Recovery(
             runtime, self._intake, self._sequences, self._retries, self._tally, clock
         )
@@ -321,13 +324,12 @@ class Engine:
         """Reserve what a plan needs, compute it, commit it and append what came of it."""
         start_s = self._clock()
         reservation = self._scheduler.reserve(plan)
-        for request in plan.preempted:
-            self._tally.tell("preempted", request, start_s)
+        self._sequences.note_preempted(plan.preempted, start_s)
         try:
             reads_states = self._guessing.reads_states
             inputs = self._runtime.prepare(plan, reservation, reads_states=reads_states)
             prepared_s = self._clock()  # blocks may have been saved
-            drawn, scores = self._compute(plan, inputs)
+            drawn, scores, arrived = self._compute(plan, inputs)
         except BaseException as error:
             self._scheduler.rollback(reservation)
             if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
@@ -345,6 +347,9 @@ class Engine:
         now = self._clock()
         num_before = self._tally.generation_tokens
         growths, gaps = self._sequences.deliver(drawn, now)
+        if arrived:
+            more = self._beams.advance(arrived, now)
+            growths, gaps = growths + more[0], gaps + more[1]
         self._note_costs(plan, now - start_s, now - prepared_s)
         num_sampled = self._tally.generation_tokens - num_before
         rows = len(plan.requests)
@@ -354,18 +359,19 @@ class Engine:
 
     def _compute(
         self, plan: StepPlan, inputs: StepInputs
-    ) -> tuple[list[Drawn], list[tuple[Request, list[RowLogprobs]]]]:
+    ) -> tuple[list[Drawn], list[tuple[Request, list[RowLogprobs]]], list[Arrival]]:
         """Run and sample; changes nothing that a rollback does not undo.
 
         Returns:
-            The tokens, and the log probabilities of prompts.
+            The tokens, the log probabilities of prompts, and what may follow beams.
         """
         with self._beside.run(plan, inputs, self._scheduler) as masks:
             logits = self._runtime.run(inputs)
         threads = self._sampling_threads
         summaries, allowed = self._runtime.summaries, narrowed(inputs)
         drawn = sampling.sample_step(plan, logits, masks(), threads, summaries, allowed)
-        return drawn, sampling.score_prompts(plan, logits, threads)
+        arrived = arrivals(plan, logits, masks(), threads)
+        return drawn, sampling.score_prompts(plan, logits, threads), arrived
 
     def _note_costs(self, plan: StepPlan, elapsed_s: float, computed_s: float) -> None:
         """Tell those who decide by measured times how long a step took, in all and computing."""

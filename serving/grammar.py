@@ -38,6 +38,10 @@ class Grammar(Protocol):
     preemption, batches and rejected drafts leave no trace in it. One thread at a time.
     """
 
+    def fork(self) -> Grammar:
+        """Return one that has read the same tokens, and goes on on its own."""
+        ...
+
     def masks(self, tokens: array[int], draft: Sequence[int] = ()) -> NDArray[np.uint32]:
         """Return which tokens may come next, after `tokens` and after each token of `draft`.
 

@@ -41,6 +41,7 @@ class Growth:
     reason: FinishReason | None = None  # why the sequence ends here; None: it goes on
     stop_reason: int | str | None = None  # stop token or string that ends it, or `STOP_REASON`
     failure: Failure | None = None  # why `reason` is "error"
+    cumulative_logprob: float | None = None  # see `CompletionDelta`
 
     def delta(self, name: Naming) -> CompletionDelta:
         """Return it with its text; once, and in order. Any thread may, while steps go on.
@@ -72,6 +73,7 @@ class Growth:
             self.num_cached_tokens,
             failure,
             scores,
+            self.cumulative_logprob,
         )
 
     def _spell(self, stream: TextStream) -> str:

@@ -156,7 +156,9 @@ class Guessing:
         decoding = [
             request
             for request in decoding
-            if request.num_output_tokens and request.max_total_tokens - len(request.tokens) > 1
+            if request.num_output_tokens
+            and request.beams is None
+            and request.max_total_tokens - len(request.tokens) > 1
         ]
         if not decoding or budget < 1:
             return NO_DRAFTS
@@ -203,14 +205,16 @@ class Guessing:
         reader = self._guesses.reader if self._guesses else None
         if reader is None:
             return
-        if plan.num_decodes == len(plan.requests) and not plan.drafts:
+        has_beams = any(request.beams is not None for request in plan.requests)
+        if plan.num_decodes == len(plan.requests) and not plan.drafts and not has_beams:
             reader.note_decodes(plan.requests, plan.num_past, states)
             return
         start = 0
         for row, request in enumerate(plan.requests):
             new = plan.num_new[row]
             wrong = len(plan.drafts.get(row, ())) - len(accepted.get(row, ()))
-            reader.note_states(request, plan.num_past[row], states[start : start + new - wrong])
+            if request.beams is None:  # for which nobody guesses
+                reader.note_states(request, plan.num_past[row], states[start : start + new - wrong])
             start += new
 
     def note_step(self, plan: StepPlan, elapsed_s: float) -> None:

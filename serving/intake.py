@@ -11,14 +11,15 @@ from onnxport.errors import RequestError
 from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
+from onnxport.serving.beams import BeamGroup, Beginning
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.dry import dry_of
-from onnxport.serving.limits import max_total_tokens, token_array
+from onnxport.serving.limits import beams_total, max_total_tokens, token_array
 from onnxport.serving.logprob_limits import check_total, with_counts
 from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.rules import check_ids, logit_rules
+from onnxport.serving.rules import SequenceRules, check_ids, logit_rules
 from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.text import Pieces, TextStream
@@ -94,6 +95,8 @@ class Intake:
         longest = max_total_tokens(
             len(tokens), params.max_tokens, limits, only_prompt=options.only_prompt
         )
+        if params.use_beam_search:
+            longest = beams_total(len(tokens), params, longest, limits)
         if params.min_tokens > (room := longest - len(tokens)):
             raise RequestError(
                 f"min_tokens is {params.min_tokens}, and after {len(tokens)} tokens of prompt "
@@ -117,13 +120,18 @@ class Intake:
             keys.extend(tokens)
         arrival_s = clock()
 
+        num_prompt, prompt_tokens = len(tokens), tokens
+
+        def text_stream() -> TextStream | None:
+            if self._tokenizer is None:
+                return None
+            skips = params.skip_special_tokens
+            pieces = self._tokenizer.detokenizer(
+                prompt_tokens, skip_special_tokens=skips, spelled=params.spelled_token_ids
+            )
+            return _text_stream(pieces, params)
+
         def sequence(index: int) -> Request:
-            pieces = None
-            if self._tokenizer is not None:
-                skips = params.skip_special_tokens
-                pieces = self._tokenizer.detokenizer(
-                    tokens, skip_special_tokens=skips, spelled=params.spelled_token_ids
-                )
             return Request(
                 request_id,
                 tokens[:] if index else tokens,
@@ -139,12 +147,22 @@ class Intake:
                 rules=rules,
                 grammar=grammar.sequence(len(tokens)) if grammar else None,
                 adapter=adapter,
-                text=_text_stream(pieces, params) if pieces else None,
+                text=text_stream(),
                 logprobs_mode=self._config.logprobs_mode,
             )
 
         first = sequence(0)
         first.siblings = tuple(map(sequence, range(1, params.num_sequences)))
+        if params.use_beam_search:
+            beginning = Beginning(
+                lambda: SequenceRules(rules, num_prompt) if rules else None,
+                lambda: grammar.sequence(num_prompt) if grammar else None,
+                text_stream,
+            )
+            slots = (first, *first.siblings)
+            beams = BeamGroup(slots, beginning)
+            for slot in slots:
+                slot.beams, slot.text = beams, None
         return first
 
     def _grammar(self, params: SamplingParams) -> CompiledGrammar | None:
@@ -193,7 +211,8 @@ class Intake:
                 name,
             )
         mode = self._config.logprobs_mode
-        if mode in LOGITS and params.num_sequences > params.n:
+        is_ranked = params.num_sequences > params.n and not params.use_beam_search
+        if mode in LOGITS and is_ranked:
             raise RequestError(
                 f"best_of is {params.best_of} and n is {params.n}, and completions are compared by "
                 f"log probabilities, of which this engine has none (logprobs_mode {mode}); leave "

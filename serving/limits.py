@@ -9,6 +9,7 @@ from onnxport.errors import CapacityError, RequestError
 from onnxport.kv.groups import CacheGroups
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Capabilities
+from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import TOKEN_ID_TYPECODE
 
 
@@ -68,6 +69,69 @@ def max_total_tokens(
             "more room (kv_cache_tokens)"
         )
     return longest_total(limits, only_prompt=only_prompt) if max_tokens is None else total
+
+
+def beams_total(num_prompt: int, params: SamplingParams, longest: int, limits: Capabilities) -> int:
+    """Return how long prompt and output of a beam search may get, in tokens.
+
+    Its beams run together or not at all, so that the cache has to have room for all of them.
+
+    Args:
+        num_prompt: tokens of the prompt.
+        params: of the request.
+        longest: that each may get, were it alone.
+        limits: of the model.
+
+    Raises:
+        CapacityError: the whole KV cache is too small; states the arithmetic.
+    """
+    width = params.num_sequences
+    room = longest_beams(num_prompt, width, longest, limits)
+    wanted = num_prompt + 1 if params.max_tokens is None else longest
+    if room >= wanted:
+        return room
+    needed = beam_blocks(num_prompt, wanted, width, limits)
+    raise CapacityError(
+        f"{width} beams of {num_prompt} prompt tokens, whose blocks they share, + "
+        f"{wanted - num_prompt} to generate need {needed} KV blocks of {limits.block_size} tokens, "
+        f"and the cache has {limits.num_blocks}; ask for fewer beams or tokens, shorten the prompt "
+        "or give the cache more room (kv_cache_tokens)"
+    )
+
+
+def longest_beams(num_prompt: int, width: int, longest: int, limits: Capabilities) -> int:
+    """Return how long beams may get for which there is room together; at most `longest`.
+
+    Args:
+        num_prompt: tokens of the prompt.
+        width: how many beams there may be.
+        longest: that each may get, were it alone.
+        limits: of the model.
+
+    Returns:
+        Prompt and output, in tokens; the prompt's if there is no room for a token more.
+    """
+    low, high = num_prompt, max(num_prompt, longest)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if beam_blocks(num_prompt, middle, width, limits) <= limits.num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def beam_blocks(num_prompt: int, total: int, width: int, limits: Capabilities) -> int:
+    """Return how many blocks beams hold at once at most, on their way to `total` tokens.
+
+    They share the whole blocks of the prompt, but for layers with a window each is counted alone.
+    """
+    groups = CacheGroups(limits.windows, limits.block_size)
+    columns = blocks_for(total - 1, limits.block_size)
+    if groups.windowed:
+        return width * groups.resident(columns)
+    shared = min(columns, num_prompt // limits.block_size)
+    return (shared + width * (columns - shared)) * len(groups)
 
 
 def remaining_total(

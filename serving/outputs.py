@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -49,6 +50,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None  # None while it runs
     stop_reason: int | str | None = None  # the stop token or stop string; of a repetition vLLM's
     error: str | None = None  # why finish_reason is "error"
+    # Of a beam search, the sum over its tokens of what texts are compared by; else None.
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,14 @@ class CompletionDelta:
     num_cached_tokens: int = 0  # prompt tokens whose K/V were not computed for this request
     failure: Failure | None = None  # why finish_reason is "error"
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first token of 0
+    # Of a beam search, on the last delta, which is the only one; -inf: there are fewer texts than
+    # were asked for, and this one is not. Else None.
+    cumulative_logprob: float | None = None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it ends what is no completion: a beam search found fewer than were asked for."""
+        return self.cumulative_logprob == -math.inf
 
     @property
     def error(self) -> str | None:

@@ -23,6 +23,7 @@ MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
 MAX_STOP_LENGTH = 1024  # characters; each end of a text is compared with the beginnings of all
 MAX_BAD_WORDS, MAX_BAD_WORDS_LENGTH = 1024, 32_768  # texts, and characters of all
 MAX_SIGMA = 100.0
+MAX_LENGTH_PENALTY = 16.0  # and its negative the least: of no length a float overflows
 MAX_DRY = 100.0  # of multiplier and base
 MAX_DRY_LENGTH = 1 << 20
 MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
@@ -32,6 +33,7 @@ SWITCHES = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "skip_reading_prefix_cache",
+    "use_beam_search",
 )
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
@@ -113,6 +115,12 @@ class SamplingParams:
         repetition_detection: ends an output that repeats itself; None looks for nothing.
         skip_reading_prefix_cache: compute all of the prompt, whatever the prefix cache has of it;
             others may go on from what was computed.
+        use_beam_search: look for the likeliest texts instead of drawing tokens, with `best_of`, or
+            `n`, beams; see `onnxport.serving.beams`. Nothing is left to chance, so that there is no
+            `seed` and none of what leaves tokens out; `temperature` flattens what texts are
+            compared by, and 0 leaves it as it is.
+        length_penalty: of texts of a beam search, the sum of log probabilities is divided by
+            length ** length_penalty; above 0 long ones gain, below 0 short ones.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -156,6 +164,8 @@ class SamplingParams:
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool = False
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -203,6 +213,7 @@ class SamplingParams:
         _check_type("structured_outputs", self.structured_outputs, StructuredOutputs)
         _check_type("repetition_detection", self.repetition_detection, RepetitionDetection)
         self._check_thinking()
+        self._check_beams()
 
     def _take_logprob_tokens(self) -> None:
         """Check the tokens of `logprob_token_ids`, each of which counts once, and ask for them."""
@@ -230,6 +241,35 @@ class SamplingParams:
                 f"thought is {repr(thought)[:200]}; name what opens and what closes it, in texts "
                 "that are not empty",
                 "thought",
+            )
+
+    def _check_beams(self) -> None:
+        """Check what is said of beam search, and that nothing is asked that it cannot do."""
+        _check("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise RequestError(
+                    f"length_penalty is {self.length_penalty} without use_beam_search; it compares "
+                    "the texts of a beam search. Set use_beam_search to true, or leave it out",
+                    "length_penalty",
+                )
+            return
+        detection = self.repetition_detection
+        chances = {
+            "seed": self.seed is not None,
+            "top_p": self.top_p < 1.0,
+            "top_k": self.top_k is not None,
+            "min_p": self.min_p > 0.0,
+            "typical_p": self.typical_p < 1.0,
+            "top_n_sigma": self.top_n_sigma > 0.0,
+            "xtc_probability": self.xtc_probability > 0.0,
+            "repetition_detection": detection is not None and detection.is_on,
+        }
+        if given := [name for name, is_given in chances.items() if is_given]:
+            raise RequestError(
+                f"{given[0]} is {repr(getattr(self, given[0]))[:80]} with use_beam_search, which "
+                "looks for the likeliest texts among all, and draws nothing; leave one of them out",
+                given[0],
             )
 
     def _check_left_out(self) -> None:
@@ -316,7 +356,7 @@ class SamplingParams:
     @property
     def num_logprobs(self) -> int | None:
         """As `logprobs`, but 0 where they are needed to choose the best completions."""
-        ranked = self.num_sequences > self.n
+        ranked = self.num_sequences > self.n and not self.use_beam_search
         return 0 if ranked and self.logprobs is None else self.logprobs
 
     @property

@@ -19,6 +19,8 @@ The policy:
   have still to take, so blocks run out only by decoding. Of layers with a window all is what the
   window sees: what is behind it is given up after each step. A request that has to wait for room
   keeps all that come after it waiting too.
+* The beams of a search start and yield together: what each of them needs next is known only when
+  all have been computed as far.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
   released, its tokens kept, and it waits to go on. Running requests of a lower priority also
   yield to the first waiting request that may start, when that makes room for it beside what those
@@ -38,10 +40,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import NOTHING, Found
+from onnxport.serving.beams import BeamGroup
 from onnxport.serving.draft import Draft, Guess, StepPlan
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
@@ -68,6 +71,11 @@ class _Lane:
             return None
         self._next += 1
         return self._requests[self._next - 1]
+
+
+def _together(victim: Request) -> Sequence[Request]:
+    """Return who yields with a running request: all beams of a search do, or none."""
+    return (victim,) if victim.beams is None else victim.beams.running
 
 
 class Planner:
@@ -185,13 +193,16 @@ class Planner:
         claimed += sum(draft.pending(one) for one in others)
         rows = first.num_rows + sum(one.num_rows for one in others)
         for victim in reversed(running):
+            if victim in draft.yielding:  # with a beam beside it
+                continue
             room = draft.free - draft.num_taken(shared) - claimed
             if draft.rows >= rows and room >= needed:
                 return draft
             if victim.rank[0] <= first.rank[0]:
                 return self._draft(budget)
-            draft.preempt(victim)
-            claimed -= self._claim(draft, victim) + self._takes(victim)
+            for one in _together(victim):
+                draft.preempt(one)
+                claimed -= self._claim(draft, one) + self._takes(one)
         room = draft.free - draft.num_taken(shared) - claimed
         return draft if draft.rows >= rows and room >= needed else self._draft(budget)
 
@@ -230,6 +241,7 @@ class Planner:
         block_size, column = self._pool.block_size, len(self._pool.groups)
         prefills: list[Request] = []
         last_first = reversed(self._queues.running)
+        beams: BeamGroup | None = None  # whose rows there is room for
         for request in self._queues.running:
             num_past = request.num_computed_tokens
             if len(request.tokens) - num_past > 1:
@@ -237,6 +249,11 @@ class Planner:
                 continue
             if only is not None and request not in only:
                 continue
+            if num_past == len(request.tokens):  # it waits for the other beams
+                continue
+            if request.beams is not None and request.beams is not beams:
+                beams = request.beams
+                self._make_room_for_beams(draft, beams, last_first, only)
             blocks = request.table.blocks
             missing = int(num_past == len(blocks) * block_size)
             copies = request.forked and not missing and draft.must_copy(blocks[-1])
@@ -244,12 +261,34 @@ class Planner:
                 draft.closed = True
                 victim = next(last_first)
                 if victim not in draft.yielding:
-                    draft.preempt(victim)
+                    for one in _together(victim):
+                        draft.preempt(one)
                     copies = copies and draft.must_copy(blocks[-1])
             if draft.yielding and request in draft.yielding:
                 break  # all that follow are behind it, so they have yielded too
             draft.add_decode(request, missing + copies, copies=copies)
         return [request for request in prefills if request not in draft.yielding]
+
+    def _make_room_for_beams(
+        self,
+        draft: Draft,
+        beams: BeamGroup,
+        last_first: Iterator[Request],
+        only: Collection[Request] | None,
+    ) -> None:
+        """Let others yield until all beams of a search find blocks; it may yield itself."""
+        due = [
+            one
+            for one in beams.running
+            if len(one.tokens) - one.num_computed_tokens == 1 and (only is None or one in only)
+        ]
+        column = len(self._pool.groups)
+        while draft.columns_for(due) * column > draft.free and due[0] not in draft.yielding:
+            draft.closed = True
+            victim = next(last_first)
+            if victim not in draft.yielding:
+                for one in _together(victim):
+                    draft.preempt(one)
 
     def _plan_prompts(
         self,

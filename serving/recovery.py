@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable
 
 from onnxport.errors import CapacityError, DeviceLostError, DeviceMemoryError
+from onnxport.serving.beams import BeamGroup
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.growth import Growth
 from onnxport.serving.intake import Intake
-from onnxport.serving.limits import remaining_total
+from onnxport.serving.limits import longest_beams, remaining_total
 from onnxport.serving.outputs import Failure
 from onnxport.serving.request import Request
 from onnxport.serving.retries import Retries
@@ -82,11 +83,12 @@ class Recovery:
         yielded = self._runtime.fall_back(error)
         self._retries.clear(self._runtime.tokens)
         now = self._clock()
-        for request in yielded:
-            self._tally.tell("preempted", request, now)
+        self._sequences.note_preempted(yielded, now)
         self._intake.move_to(self._runtime.limits, self._runtime.rows)
         growths: list[Growth] = []
         for request in list(self._runtime.scheduler.requests()):
+            if request.finish_reason is not None:  # with another beam of its search
+                continue
             if self._runtime.failure is not None:
                 growths += self._sequences.end(request, "error", Failure(self._runtime.failure))
                 continue
@@ -102,11 +104,38 @@ class Recovery:
         Raises:
             CapacityError: it is too long already.
         """
+        beams = request.beams
+        if beams is not None and beams.width > self._runtime.rows:
+            raise CapacityError(
+                f"the request has {beams.width} beams, and the provider that took over when the "
+                f"first one was lost ({self._runtime.limits.provider}) runs {self._runtime.rows} "
+                "sequences at once; send it again with fewer"
+            )
         longest = remaining_total(
-            len(request.tokens),
+            len(request.tokens) if beams is None else beams.num_tokens,
             request.max_total_tokens,
             self._runtime.limits,
             only_prompt=request.options.only_prompt,
         )
+        if beams is not None:
+            longest = self._beams_total(request, beams, longest)
         for one in with_siblings(request):
             one.max_total_tokens = longest
+
+    def _beams_total(self, request: Request, beams: BeamGroup, longest: int) -> int:
+        """Return how long beams may get together where each may get `longest` alone.
+
+        Raises:
+            CapacityError: there is no room for what they are.
+        """
+        limits = self._runtime.limits
+        room = longest_beams(request.num_prompt_tokens, beams.width, longest, limits)
+        if room <= beams.num_tokens:
+            raise CapacityError(
+                f"the request has {beams.width} beams of {beams.num_tokens} tokens, and the "
+                f"provider that took over when the first one was lost ({limits.provider}) has "
+                f"{limits.num_blocks} KV blocks of {limits.block_size} tokens, too few for a token "
+                "more of each; send it again with fewer beams, or give that provider more room "
+                "(kv_cache_tokens)"
+            )
+        return room

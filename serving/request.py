@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
@@ -25,6 +27,9 @@ from onnxport.serving.rules import LogitRules, SequenceRules
 from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.stuck import Repetition
 from onnxport.serving.text import TextStream
+
+if TYPE_CHECKING:
+    from onnxport.serving.beams import BeamGroup
 
 TOKEN_ID_TYPECODE = "q"  # 64 bits: the contract's int64, so tokens are copied without converting
 
@@ -47,7 +52,8 @@ class Request:
     of it, decoding one token and starting over after a preemption are the same.
 
     A request for `n` completions is `n` sequences. The first computes the prompt; the others wait
-    in its `siblings` and fork from it when it samples its first token.
+    in its `siblings` and fork from it when it samples its first token. Those of a beam search may
+    fork again after each token, see `beams`; the ones without a beam wait there meanwhile.
 
     Attributes:
         index: which completion of the request.
@@ -79,6 +85,7 @@ class Request:
             computed; None if nobody asked, or when they have been delivered.
         logprobs_mode: what log probabilities are of.
         adapter: its LoRA adapter; None: the model alone.
+        beams: the beam search that it is a slot of; None: none, its tokens are drawn.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
     """
@@ -86,6 +93,7 @@ class Request:
     __slots__ = (
         "adapter",
         "allowed_words",
+        "beams",
         "deadline_s",
         "exact_allowed",
         "exact_logits",
@@ -149,15 +157,8 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.options = options or RequestOptions()
-        self.row = RowParams(
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            num_logprobs=params.num_logprobs,
-            min_p=params.min_p,
-            thinning=_thinning(params),
-        )
-        self.likeliest = params.greedy and params.num_logprobs is None and rules is None
+        self.row = _row(params)
+        self.likeliest = self.row.greedy and self.row.num_logprobs is None and rules is None
         self.plain = self.likeliest and grammar is None
         lowered: int | None = 0
         if rules is not None:
@@ -170,6 +171,8 @@ class Request:
         self.summary_scale = summary_scale(
             self.row, is_edited=rules is not None, is_masked=grammar is not None
         )
+        if params.use_beam_search:
+            self.summary_scale = NO_SUMMARY
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))
         self.grammar = grammar
         detection = params.repetition_detection
@@ -190,6 +193,7 @@ class Request:
         self.keys = keys
         self.forked = False
         self.siblings: tuple[Request, ...] = ()
+        self.beams: BeamGroup | None = None
         self.running = False
         self.rank: tuple[int, int, int] = (0, 0, index)
         self.tenant = ""
@@ -243,6 +247,20 @@ class Request:
             times.last_token_s,
             times.finished_s,
         )
+
+
+def _row(params: SamplingParams) -> RowParams:
+    """Return how the tokens of a request are drawn; for beams all logits count, and none is."""
+    if params.use_beam_search:
+        return RowParams(num_logprobs=0)
+    return RowParams(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        num_logprobs=params.num_logprobs,
+        min_p=params.min_p,
+        thinning=_thinning(params),
+    )
 
 
 def _thinning(params: SamplingParams) -> Thinning | None:

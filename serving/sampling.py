@@ -100,7 +100,7 @@ def sample_step(
     summaries: NDArray[np.float32] | None = None,
     allowed: NDArray[np.int32] | None = None,
 ) -> list[Drawn]:
-    """Draw the tokens of all sequences that reached their last one.
+    """Draw the tokens of all sequences that reached their last one, but for beams.
 
     Args:
         plan: of the step.
@@ -119,6 +119,8 @@ def sample_step(
     drafts: list[tuple[int, ...]] = []  # of the sequences that are sampled, in order
     ends = list(accumulate(plan.num_logits)) if plan.sampled else []
     for row in plan.sampled:
+        if plan.requests[row].beams is not None:  # from which nothing is drawn
+            continue
         draft = plan.drafts.get(row, ())
         first = ends[row] - 1 - len(draft)
         for request in with_siblings(plan.requests[row]):
@@ -276,10 +278,12 @@ def _failures(
     positions: Sequence[Position], logits: NDArray[np.float32], sampled: Sampled
 ) -> dict[int, Failure]:
     """Return why some positions have no token, by their number."""
-    return {index: _reason(positions[index].request, logits[index]) for index in sampled.invalid}
+    return {
+        index: nothing_drawn(positions[index].request, logits[index]) for index in sampled.invalid
+    }
 
 
-def _reason(request: Request, logits: NDArray[np.float32]) -> Failure:
+def nothing_drawn(request: Request, logits: NDArray[np.float32]) -> Failure:
     """Return why nothing can be drawn from `logits`, float32 [vocab]."""
     if not np.isfinite(logits.max()) or (request.rules is None and request.grammar is None):
         return NOT_FINITE
@@ -361,7 +365,8 @@ def grammar_masks(plan: StepPlan) -> dict[Request, Mask | Failure]:
     """Return what the grammars of a plan's sequences allow; see `sample_step`. Never raises."""
     masks: dict[Request, Mask | Failure] = {}
     for row in plan.sampled:
-        for request in with_siblings(plan.requests[row]):
+        first = plan.requests[row]
+        for request in with_siblings(first) if first.beams is None else (first,):
             if request.grammar is None:
                 continue
             try:

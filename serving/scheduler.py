@@ -15,6 +15,7 @@ from itertools import count
 from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import NOTHING, BlockTable, Claim, Reservation, blocks_for
+from onnxport.serving.beams import BeamGroup
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.following import following
@@ -157,7 +158,8 @@ class Scheduler:
         self._last = self._ahead = None
         yielded = list(self._queues.running)
         for request in yielded:
-            self._preempt(request)
+            if request.running:  # its other beams took it with them, if not
+                self._preempt(request)
         self._swapped.clear()
         self._pool, self._max_num_seqs = pool, max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -189,6 +191,57 @@ class Scheduler:
         if not self._tenants[request.tenant]:
             del self._tenants[request.tenant]
             self._forget_tenant(request.tenant)
+
+    def finish_beams(self, beams: BeamGroup, reasons: Sequence[FinishReason]) -> None:
+        """End a beam search and free its blocks.
+
+        Args:
+            beams: of the search.
+            reasons: why each slot ends.
+        """
+        first, *others = beams.slots
+        for slot, reason in zip(others, reasons[1:], strict=True):
+            if slot.running:
+                self.finish(slot, reason)
+        idle = first.siblings
+        self.finish(first, reasons[0])
+        for slot in idle:
+            slot.finish_reason = reasons[slot.index]
+
+    def refork(self, beams: BeamGroup, parents: Mapping[Request, Request]) -> None:
+        """Let the slots of a beam search go on from others' K/V; those without a beam wait.
+
+        Args:
+            beams: of the search.
+            parents: slot -> the slot that it goes on from, which may be itself; the first slot is
+                among them. Its tokens are the caller's matter.
+        """
+        self._last = self._ahead = None
+        first = beams.slots[0]
+        moved = {
+            slot: (
+                kv.fork(self._pool, parent.table),
+                parent.num_computed_tokens,
+                None if parent.keys is None else parent.keys.copy(),
+            )
+            for slot, parent in parents.items()
+            if slot is not parent
+        }
+        for slot in beams.slots:
+            if slot in moved or slot not in parents:
+                kv.release_tail(self._pool, slot.table)
+            if slot in moved:
+                slot.table, slot.num_computed_tokens, slot.keys = moved[slot]
+            if slot in parents:
+                slot.forked = True
+                if not slot.running:
+                    slot.running = True
+                    self._queues.running.add(slot)
+            elif slot.running:
+                slot.running = slot.forked = False
+                slot.num_computed_tokens = 0
+                self._queues.running.remove(slot)
+        first.siblings = tuple([slot for slot in beams.slots if slot not in parents])
 
     def distrust(self, request: Request) -> None:
         """Hide what a request has computed from others; its K/V may be wrong."""
@@ -242,7 +295,8 @@ class Scheduler:
                 claims.append(Claim(request.table, shared, num_new, row in plan.copied))
         kv.share(self._pool, claims)
         for request in plan.preempted:
-            self._preempt(request)
+            if request.running:  # its other beams took it with them, if not
+                self._preempt(request)
         return kv.reserve(self._pool, claims)
 
     def rollback(self, reservation: Reservation) -> None:
@@ -283,7 +337,7 @@ class Scheduler:
             if gives_up:
                 kv.give_up(self._pool, request.table, total)
         for row in plan.sampled:
-            if plan.requests[row].siblings:
+            if plan.requests[row].siblings and plan.requests[row].beams is None:
                 self._fork(plan.requests[row])
         if self._policy == "fair":
             self._settle(plan)
@@ -297,7 +351,8 @@ class Scheduler:
         assert self._queues.num_rows <= self._max_num_seqs
         for request in self.requests():
             assert request.finish_reason is None
-            assert 0 <= request.num_computed_tokens < len(request.tokens)
+            waits = request.running and request.beams is not None  # for the other beams, perhaps
+            assert 0 <= request.num_computed_tokens < len(request.tokens) + waits
             needed = blocks_for(request.num_computed_tokens, self._pool.block_size)
             assert len(request.table) == needed, f"{request}: {len(request.table)} columns"
             for group, gone in enumerate(request.table.given_up):
@@ -315,7 +370,7 @@ class Scheduler:
 
         That happens when they were accepted for a model that takes more rows.
         """
-        if request.num_rows <= self._max_num_seqs:
+        if request.num_rows <= self._max_num_seqs or request.beams is not None:
             return
         siblings, request.siblings = request.siblings, ()
         for one in siblings:
@@ -333,6 +388,9 @@ class Scheduler:
         self._queues.last_start[request.tenant] = next(self._starts)
 
     def _preempt(self, request: Request) -> None:
+        if request.beams is not None:
+            self._preempt_beams(request.beams)
+            return
         if request.keys is not None:
             full = request.num_computed_tokens // self._pool.block_size
             self._swapped.update(request.keys.key(index) for index in range(full))
@@ -344,6 +402,26 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._queues.waiting.add(request)
+        self.num_preemptions += 1
+
+    def _preempt_beams(self, beams: BeamGroup) -> None:
+        """All beams of a search yield; what they have in common waits for all of them."""
+        first = beams.slots[0]
+        num_computed = first.num_computed_tokens
+        for slot in beams.running:
+            kv.release_tail(self._pool, slot.table)
+            self._queues.running.remove(slot)
+            self._queues.num_rows -= slot.num_rows
+            slot.running = slot.forked = False
+            slot.num_computed_tokens = 0
+        beams.give_up()
+        first.siblings = beams.slots[1:]
+        if first.keys is not None:
+            first.keys = first.keys.first(len(first.tokens))
+            full = min(num_computed, len(first.tokens)) // self._pool.block_size
+            self._swapped.update(first.keys.key(index) for index in range(full))
+        first.num_preemptions += 1
+        self._queues.waiting.add(first)
         self.num_preemptions += 1
 
     def _leave_queue(self, request: Request) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from onnxport.serving.adapters.registry import AdapterRegistry
+from onnxport.serving.beams import BeamGroup
 from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.growth import Growth, ending, grow
@@ -74,8 +75,19 @@ class Sequences:
                 self._tally.tell("scheduled", request, start_s)
             if request.siblings and row in plan.sampled:
                 for one in request.siblings:
-                    one.times.scheduled_s = start_s
-                    self._tally.tell("scheduled", one, start_s)
+                    if one.times.scheduled_s is None:  # else a slot of a beam search
+                        one.times.scheduled_s = start_s
+                        self._tally.tell("scheduled", one, start_s)
+
+    def note_preempted(self, requests: Sequence[Request], now_s: float) -> None:
+        """Tell that sequences have yielded; of the beams of a search, which do so together, one."""
+        for request in requests:
+            if request.beams is None or request.index == 0:
+                self._tally.tell("preempted", request, now_s)
+
+    def note_round(self, beams: BeamGroup, now_s: float) -> list[float]:
+        """Note when the beams of a search got tokens; returns what `_note_token` does."""
+        return self._note_token(beams.slots[0], now_s)
 
     def deliver(self, drawn: Sequence[Drawn], now_s: float) -> tuple[list[Growth], list[float]]:
         """Append the tokens that were drawn and end the sequences that are done.
@@ -138,12 +150,37 @@ class Sequences:
     ) -> list[Growth]:
         """End a sequence that gets no more tokens, and siblings that still wait for it.
 
+        Of a beam search all sequences end.
+
         Args:
             request: the sequence.
             reason: why it ends.
             failure: why `reason` is "error".
         """
-        return self._finish(request, ending(request, reason, failure))
+        if request.beams is None:
+            return self._finish(request, ending(request, reason, failure))
+        request.beams.drop()
+        lasts = [ending(slot, reason, failure) for slot in request.beams.slots]
+        return self.end_beams(request.beams, lasts, self._clock())
+
+    def end_beams(self, beams: BeamGroup, lasts: Sequence[Growth], now_s: float) -> list[Growth]:
+        """End all sequences of a beam search.
+
+        Args:
+            beams: of the search.
+            lasts: the last growth of each slot.
+            now_s: the time.
+        """
+        reasons = [last.reason for last in lasts]
+        self._scheduler.finish_beams(beams, [reason for reason in reasons if reason is not None])
+        for slot, last in zip(beams.slots, lasts, strict=True):
+            assert last.reason is not None
+            if last.token_ids:
+                self._tally.generation_tokens += len(last.token_ids)
+                if slot.times.first_token_s is None:
+                    self._note_token(slot, now_s)
+            self._forget(slot, last.reason, now_s)
+        return list(lasts)
 
     def _finish(self, request: Request, last: Growth) -> list[Growth]:
         """End a sequence with its last growth; the one place where they end."""

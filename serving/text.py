@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import copy
 from typing import Protocol
 
 from onnxport.serving.outputs import Failure
@@ -35,6 +36,10 @@ class Pieces(Protocol):
 
     def finish(self) -> str:
         """Return the text that was kept back."""
+        ...
+
+    def fork(self) -> Pieces:
+        """Return what goes on from here on its own."""
         ...
 
 
@@ -97,6 +102,12 @@ class TextStream:
         if stop is None:
             text, self._held = text + self._held, ""
         return text, stop
+
+    def fork(self) -> TextStream:
+        """Return a text that goes on from here on its own."""
+        other = copy(self)
+        other._pieces = self._pieces.fork()
+        return other
 
     def _release(self, piece: str) -> tuple[str, str | None]:
         text = self._held + piece

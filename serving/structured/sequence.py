@@ -48,6 +48,15 @@ class SequenceGrammar:
         self._place = kept.start if kept else None
         self._memory: NDArray[np.int32] = np.empty((0, vocabulary.num_all_words), np.int32)
 
+    def fork(self) -> SequenceGrammar:
+        """See `Grammar.fork`."""
+        matcher = self._matcher.deep_copy()
+        other = SequenceGrammar(
+            matcher, self._vocabulary, self._num_read, self._kept, goes_back=self._goes_back
+        )
+        other._place = self._place
+        return other
+
     def masks(self, tokens: array[int], draft: Sequence[int] = ()) -> NDArray[np.uint32]:
         """Return which tokens may come next; see `Grammar.masks`.
 
