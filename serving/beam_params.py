@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from onnxport.errors import RequestError
-from onnxport.serving.outputs import FinishReason, TokenLogprobs
+from onnxport.serving.outputs import FinishReason, RequestOutput, TokenLogprobs
 from onnxport.serving.params import MAX_COMPLETIONS, SamplingParams
 
 
@@ -66,7 +67,7 @@ class BeamSearchSequence:
 
     tokens: tuple[int, ...]  # prompt and output, as in vLLM
     logprobs: tuple[TokenLogprobs, ...]  # of the output's tokens, by the model's own softmax
-    cum_logprob: float  # the sum over the output of what texts are compared by
+    cum_logprob: float  # the sum over the output of what texts are compared by; -inf: it failed
     text: str  # of the output alone
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
@@ -78,3 +79,20 @@ class BeamSearchOutput:
     """What a beam search found for one prompt."""
 
     sequences: tuple[BeamSearchSequence, ...]  # the best first
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> BeamSearchOutput:
+        """Return it, of the completions that the engine made of `BeamSearchParams.sampling`."""
+        sequences = [
+            BeamSearchSequence(
+                (*output.prompt_token_ids, *one.token_ids),
+                one.logprobs or (),
+                -math.inf if one.cumulative_logprob is None else one.cumulative_logprob,
+                one.text,
+                one.finish_reason,
+                one.stop_reason,
+                one.error,
+            )
+            for one in output.outputs
+        ]
+        return cls(tuple(sequences))

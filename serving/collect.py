@@ -26,6 +26,8 @@ class _Completion:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    cumulative_logprob: float | None = None
+    is_missing: bool = False
 
     def score(self) -> tuple[int, float]:
         """Return by what completions are compared."""
@@ -39,6 +41,8 @@ class _Completion:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.error = delta.error
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.is_missing = delta.is_missing
 
 
 def rank(reason: str | None) -> int:
@@ -86,8 +90,8 @@ class OutputCollector:
         """Return everything so far."""
         params = self._request.params
         finished = all(one.finish_reason is not None for one in self._completions)
-        chosen = self._completions[: params.n]
-        if finished and params.num_sequences > params.n:
+        chosen = [one for one in self._completions[: params.n] if not one.is_missing]
+        if finished and params.num_sequences > params.n and not params.use_beam_search:
             chosen = sorted(self._completions, key=_Completion.score, reverse=True)[: params.n]
         outputs = tuple(
             CompletionOutput(
@@ -98,6 +102,7 @@ class OutputCollector:
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
                 error=one.error,
+                cumulative_logprob=one.cumulative_logprob,
             )
             for index, one in enumerate(chosen)
         )

@@ -18,7 +18,8 @@ GenerationConfig = Literal["auto", "none"]  # the model's own, or OpenAI's defau
 # What a model may choose, by the names of `SamplingParams`.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "typical_p")
 
-# What transformers would obey and the engine cannot yet, with the values that change nothing.
+# What transformers would obey and the engine cannot yet, with the values that change nothing. Beams
+# it can, but as in vLLM a request has to ask for them.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "epsilon_cutoff": (0,),
@@ -122,6 +123,13 @@ class SamplingDefaults:
             )
         params = SamplingParams(**given)
         return replace(self, **{name: getattr(params, name) for name in given})
+
+    def for_beams(self) -> SamplingDefaults:
+        """Return what a beam search gets: of the model's only what changes the likeliest, too.
+
+        It draws nothing, and what it compares texts by is the model's own unless it says otherwise.
+        """
+        return SamplingDefaults(temperature=0.0, repetition_penalty=self.repetition_penalty)
 
     def filled(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all of them by name: as given, and these where that is None or not there."""

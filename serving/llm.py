@@ -12,6 +12,7 @@ from typing import Any, Self, TypedDict, Unpack, cast
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
 from onnxport.serving.config import EngineConfig, LogprobsMode, Preemption, SchedulingPolicy
@@ -264,6 +265,34 @@ class LLM:
             for prompt, each, how in zip(listed, params, treated, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Look for the likeliest texts that follow every prompt; see `onnxport.serving.beams`.
+
+        `generate` does the same with `SamplingParams(use_beam_search=True)`, which can say more.
+
+        Args:
+            prompts: see `generate`.
+            params: for all prompts.
+            options: see `generate`.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            What was found for each prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: as `generate`; there are more beams than sequences that run at once.
+            CapacityError: as `generate`; the KV cache has no room for all beams.
+        """
+        outputs = self.generate(prompts, params.sampling(), options=options, use_tqdm=use_tqdm)
+        return [BeamSearchOutput.of(output) for output in outputs]
 
     def chat(
         self,

@@ -96,7 +96,11 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
             more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
         if told.ids:
             more["prompt_token_ids"] = list(job.prompts[0])
-        choices = [_whole(service, index, each, told) for index, each in enumerate(results)]
+        choices = [
+            _whole(service, index, each, told)
+            for index, each in enumerate(results)
+            if not each.is_missing
+        ]
         return header.body(choices, usage=usage.body(), **more)
 
     return JSONResponse(await unless_disconnected(request, whole()))
@@ -155,6 +159,8 @@ async def _chunks(
 
     async with aclosing(spaced(service.engine, job)) as deltas:
         async for index, delta in deltas:
+            if delta.is_missing:
+                continue
             if (role := choices[index].begin()) is not None:
                 yield chunk(role)
             runs = usage.add(index, delta)

@@ -81,6 +81,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
             usage.completion_tokens = 0
         choices = []
         for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
+            if result.is_missing:
+                continue
             choice = _whole(service, index, echo, result, prompts[index // params.n], body)
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = _prompt_logprobs(
@@ -115,6 +117,8 @@ async def _chunks(
     pending = list(echoes)  # told with the first delta of each choice
     async with aclosing(spaced(service.engine, job)) as deltas:
         async for index, delta in deltas:
+            if delta.is_missing:
+                continue
             usage.add(index, delta)
             logprobs = None
             if job.params.logprobs is not None:

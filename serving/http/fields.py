@@ -28,8 +28,6 @@ NEUTRAL: Mapping[str, Any] = {
     **LABELS,
     "store": (False,),
     "service_tier": TIERS,
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers alone
     "guided_decoding_backend": ("auto", "guidance"),

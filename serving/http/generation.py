@@ -139,6 +139,7 @@ class Collected:
     stop_reason: int | str | None = None  # as in `CompletionDelta`
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # of its prompt
+    is_missing: bool = False  # see `CompletionDelta`
 
     def add(self, delta: CompletionDelta) -> None:
         """Append one delta."""
@@ -147,6 +148,7 @@ class Collected:
         self.logprobs += token_logprobs(delta)
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason
+        self.is_missing = delta.is_missing
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 
@@ -335,7 +337,7 @@ async def collect(
         group = results[start : start + params.num_sequences]
         for one in group:  # the first one is told
             one.prompt_logprobs = group[0].prompt_logprobs
-        if params.num_sequences > params.n:
-            group = sorted(group, key=Collected.score, reverse=True)[: params.n]
-        chosen += group
+        if params.num_sequences > params.n and not params.use_beam_search:
+            group = sorted(group, key=Collected.score, reverse=True)
+        chosen += group[: params.n]
     return chosen

@@ -127,6 +127,8 @@ class RequestBody(FormFields):
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -265,6 +267,8 @@ class RequestBody(FormFields):
             RequestError: a value is out of its range.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if self.use_beam_search:  # nothing is drawn, whatever the model's authors draw from
+            defaults = defaults.for_beams()
         given = {
             name: getattr(defaults if getattr(self, name) is None else self, name)
             for name in DEFAULTED
@@ -297,6 +301,8 @@ class RequestBody(FormFields):
             thinking_token_budget=self.thinking_token_budget,
             repetition_detection=self._detection(defaults),
             skip_reading_prefix_cache=bool(self.skip_reading_prefix_cache),
+            use_beam_search=bool(self.use_beam_search),
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
         )
 
     def _detection(self, defaults: SamplingDefaults) -> RepetitionDetection | None:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from onnxport.version import __version__
 
 if TYPE_CHECKING:
+    from onnxport.serving.beam_params import BeamSearchParams
     from onnxport.serving.llm import LLM
     from onnxport.serving.params import SamplingParams
     from onnxport.serving.structured.spec import StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _LAZY = {
+    "BeamSearchParams": "onnxport.serving.beam_params",
     "LLM": "onnxport.serving.llm",
     "SamplingParams": "onnxport.serving.params",
     "StructuredOutputs": "onnxport.serving.structured.spec",

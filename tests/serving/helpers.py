@@ -152,13 +152,18 @@ def alone(
     It has an engine without prefix cache to itself, its prompt is computed at once, all of its
     logits are exact, and no block is given up.
     """
+    if params.use_beam_search:  # all of them are looked for together
+        return list(_alone(tuple(prompt), params, windows, index))
     seed = None if params.seed is None else params.seed + index * SEED_STEP
     return list(_alone(tuple(prompt), dataclasses.replace(params, n=1, seed=seed), windows))
 
 
 @cache
 def _alone(
-    prompt: tuple[int, ...], params: SamplingParams, windows: tuple[int | None, ...]
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    windows: tuple[int | None, ...],
+    index: int = 0,
 ) -> tuple[int, ...]:
     engine = null_engine(
         num_blocks=512,
@@ -169,7 +174,7 @@ def _alone(
         enable_prefix_caching=False,
     )
     submit(engine, "alone", prompt, params)
-    return tuple(tokens(run(engine)["alone"]))
+    return tuple(tokens(run(engine)["alone"], index))
 
 
 def check_completions(

@@ -43,6 +43,17 @@ MIXES: Sequence[dict[str, Any]] = (
     {"skip_reading_prefix_cache": True},
     {"allowed_token_ids": (9, 20, 31), "repetition_detection": RepetitionDetection(3, 1, 2)},
 )
+BEAM_MIXES: Sequence[dict[str, Any]] = (
+    {},
+    {},
+    {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}},
+    {"allowed_token_ids": range(9, 400, 11), "frequency_penalty": 2.0},
+    {"allowed_token_ids": (9, 20), "stop_token_ids": (9,), "length_penalty": 0.0},
+    {"prompt_logprobs": 1, "logprobs": 2},
+    {"dry_multiplier": 1.5, "dry_sequence_breakers": (), "temperature": 0.5},
+    {"skip_reading_prefix_cache": True, "stop_token_ids": tuple(range(0, 512, 5))},
+    {"stop_token_ids": tuple(range(0, 512, 9)), "length_penalty": -1.0, "min_tokens": 1},
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -50,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     tiers: Sequence[dict[str, Any]] = ({},)
     windows: Sequence[tuple[int | None, ...]] = ((None,),)
+    most_beams = 3
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -137,7 +149,9 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, MOST_TOKENS - 22),
         seed=st.integers(0, 3),
         n=st.sampled_from([1, 1, 2, 3]),
+        beams=st.sampled_from([0, 0, 0, 0, 1, 2, 3]),
         mix=st.sampled_from(MIXES),
+        beam_mix=st.sampled_from(BEAM_MIXES),
         priority=st.integers(0, 2),
         tenant=st.sampled_from("xyz"),
         salt=st.sampled_from([None, None, "salt"]),
@@ -150,7 +164,9 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         seed: int,
         n: int,
+        beams: int,
         mix: dict[str, Any],
+        beam_mix: dict[str, Any],
         priority: int,
         tenant: str,
         salt: str | None,
@@ -162,6 +178,10 @@ class EngineMachine(RuleBasedStateMachine):
         params = SamplingParams(
             temperature=float(seed % 2), seed=seed, max_tokens=max_tokens, n=n, **mix
         )
+        if width := min(beams, self.most_beams):
+            params = SamplingParams(
+                n=width, max_tokens=max_tokens, use_beam_search=True, **beam_mix
+            )
         if self.engine.config.scheduling_policy == "fcfs":
             priority = 0
         options = {"priority": priority, "tenant": tenant, "cache_salt": salt, **self.options(name)}
@@ -175,10 +195,11 @@ class EngineMachine(RuleBasedStateMachine):
             pass
         except RequestError:
             rows = self.engine.config.max_num_seqs
-            assert n > min(rows, self.engine.capabilities.max_batch_rows or rows)
+            most = min(rows, self.engine.capabilities.max_batch_rows or rows)
+            assert params.n > most
         else:
             self.requests[name] = (prompt, params)
-            self.tokens |= {(name, index): [] for index in range(n)}
+            self.tokens |= {(name, index): [] for index in range(params.n)}
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -295,6 +316,7 @@ class LosingMachine(TieredMachine):
     """The same, on devices that are lost one after another; nothing else fails by it."""
 
     tiers = ({}, *TieredMachine.tiers)
+    most_beams = 1  # others may not fit what takes over, and end
     sizes = ((2, None), (16, None), (4, 3), (32, 2), (3, 1), (1, None))  # block size, rows
     num_slots = 0  # for adapters
 

@@ -145,8 +145,8 @@ def test_bad_prompts_are_refused_before_anything_runs(
 def test_unknown_keywords_are_errors() -> None:
     with pytest.raises(TypeError, match="gpu_memory_utilization"):
         LLM("model", gpu_memory_utilization=0.9)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="use_beam_search"):
-        SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="early_stopping"):
+        SamplingParams(early_stopping=True)  # type: ignore[call-arg]
 
 
 def test_a_folder_that_is_no_artifact_is_refused(tmp_path: Path) -> None:
