@@ -65,7 +65,8 @@ def _arrival(request: Request, logits: Floats, masks: Masks, num_threads: int | 
     if isinstance(mask, Failure):
         return Arrival(request, (), mask)
     try:
-        return Arrival(request, _candidates(request, logits, mask, num_threads))
+        own = None if mask is None else mask[0]
+        return Arrival(request, _candidates(request, logits, own, num_threads))
     except FloatingPointError:
         return Arrival(request, (), nothing_drawn(request, logits))
     except Exception as error:
