@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from onnxport.kv.table import blocks_for
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.request import Request
 from onnxport.serving.rules import SequenceRules
@@ -150,6 +151,16 @@ class BeamGroup:
     def num_tokens(self) -> int:
         """How long the beams are, prompt and output."""
         return len(self.behind[0].tokens if self.behind else self.live[0].slot.tokens)
+
+    def columns_behind(self, block_size: int) -> int:
+        """How many columns of blocks beams that have yielded take behind what they have in common.
+
+        Those of a window that are given up are counted, too.
+        """
+        if not self.behind:
+            return 0
+        common = len(self.slots[0].tokens) // block_size
+        return len(self.behind) * (blocks_for(self.num_tokens, block_size) - common)
 
     def advance(self) -> list[Child]:
         """Take what was found in a round; returns the beams of the next one, the best first.

@@ -186,7 +186,7 @@ class Planner:
         if first is None:
             return draft
         shared = self.hits(first)
-        needed = draft.pending(first, shared)
+        needed = self._needed(draft, first, shared)
         running = self._queues.running
         claimed = sum(self._claim(draft, one) + self._takes(one) for one in running)
         others = [one for one in loading if self._may_precede(one, first)]
@@ -205,6 +205,18 @@ class Planner:
                 claimed -= self._claim(draft, one) + self._takes(one)
         room = draft.free - draft.num_taken(shared) - claimed
         return draft if draft.rows >= rows and room >= needed else self._draft(budget)
+
+    def _needed(self, draft: Draft, request: Request, shared: Found) -> int:
+        """How many blocks must be left for a waiting request to start, beside those it shares.
+
+        Beams that have yielded should not do so again as soon as they part.
+        """
+        needed = draft.pending(request, shared)
+        if request.beams is None or not request.beams.behind:
+            return needed
+        more = request.beams.columns_behind(self._pool.block_size) * len(self._pool.groups)
+        most = self._pool.num_blocks - draft.num_taken(shared)
+        return max(needed, min(needed + more, most))
 
     def _first_to_start(self, loading: Collection[Request]) -> Request | None:
         """The first waiting request that may start, if any running one has a lower priority."""
@@ -349,7 +361,7 @@ class Planner:
                 draft.rows -= request.num_rows  # the next steps keep them for it
                 continue
             shared = draft.found[request]
-            needed = draft.pending(request, shared)
+            needed = self._needed(draft, request, shared)
             if draft.num_taken(shared) + needed > draft.free - draft.claimed:
                 draft.closed = True
                 break
