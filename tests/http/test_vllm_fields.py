@@ -46,6 +46,7 @@ async def asked(client: Client, path: str, **fields: Any) -> SamplingParams:
         (ALL, "kv_transfer_params", ({}, None, {"do_remote_decode": None})),
         (BOTH, "detokenize", (True, None)),
         (BOTH, "length_penalty", (1, 1.0)),
+        (BOTH, "use_beam_search", (False, None)),
         (CHAT + ALL[2:3], "mm_processor_kwargs", ({}, {"max_pixels": 9})),
         (CHAT, "media_io_kwargs", ({}, {"video": {"num_frames": 4}})),
         (CHAT, "prediction", (PREDICTED,)),
