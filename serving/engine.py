@@ -181,7 +181,8 @@ class Engine:
                 request needs text and there is no tokenizer, it asks for more completions than
                 run at once, for a priority where there are none, or for an adapter that is not
                 loaded (UnknownAdapterError).
-            CapacityError: prompt and max_tokens do not fit the context or the KV cache.
+            CapacityError: prompt and max_tokens, of all beams of a beam search together, do not fit
+                the context or the KV cache.
         """
         options = options or RequestOptions()
         return self._intake.request(request_id, prompt, params, options, self._clock, grammar)

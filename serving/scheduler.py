@@ -351,8 +351,9 @@ class Scheduler:
         assert self._queues.num_rows <= self._max_num_seqs
         for request in self.requests():
             assert request.finish_reason is None
-            waits = request.running and request.beams is not None  # for the other beams, perhaps
-            assert 0 <= request.num_computed_tokens < len(request.tokens) + waits
+            waits = request.beams is not None and request in request.beams.found  # for others
+            assert 0 <= request.num_computed_tokens <= len(request.tokens)
+            assert (request.num_computed_tokens == len(request.tokens)) == waits, request
             needed = blocks_for(request.num_computed_tokens, self._pool.block_size)
             assert len(request.table) == needed, f"{request}: {len(request.table)} columns"
             for group, gone in enumerate(request.table.given_up):

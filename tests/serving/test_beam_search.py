@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxport.errors import CapacityError, RequestError
+from onnxport.errors import CapacityError, DeviceMemoryError, RequestError
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.beams import Logits, Text, beams, null_logits, search
@@ -301,6 +302,19 @@ def test_each_beam_has_its_place_in_the_grammar(
     assert len({delta.text for delta in deltas if not delta.is_missing}) > 1
 
 
+def test_a_thought_is_closed_in_each_beam(words: Tokenizer) -> None:
+    thought = Thought(("<t>",), ("</t>",), is_open=True)
+    params = beams(3, 12, thinking_token_budget=2, thought=thought)
+    for num_blocks in (128, 16):
+        engine = text_engine(words, num_blocks=num_blocks)
+        submit(engine, "x", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=30))
+        submit(engine, "a", [20, 21, 22], params)
+        deltas = run(engine)["a"]
+        texts = [delta.text for delta in deltas]
+        assert len(set(texts)) == 3
+        assert all("</t>" in text for text in texts)
+
+
 # Beside others.
 
 
@@ -498,6 +512,25 @@ def test_beams_that_wait_for_others_may_yield() -> None:
     submit(engine, "urgent", [1, 2, 3], GREEDY)
     deltas = run(engine)
     assert found(deltas["a"]) == expected(search(null_logits, PROMPT, 4, 12))
+
+
+class FewRows(NullModel):
+    """Has no memory for more than three rows at once."""
+
+    def run(self, inputs: Any) -> Any:
+        if len(inputs.past_sequence_lengths) > 3:
+            raise DeviceMemoryError("no room")
+        return super().run(inputs)
+
+
+def test_without_memory_for_all_beams_they_are_computed_in_parts() -> None:
+    engine = null_engine(model_type=FewRows)
+    submit(engine, "a", PROMPT, beams(5, 12))
+    submit(engine, "x", [1, 2, 3], GREEDY)
+    deltas = run(engine)
+    assert engine.stats().num_failed_steps < 20
+    assert found(deltas["a"]) == expected(search(null_logits, PROMPT, 5, 12))
+    assert tokens(deltas["x"]) == alone([1, 2, 3])
 
 
 def test_one_beam_that_cannot_be_computed_ends_all() -> None:

@@ -22,6 +22,7 @@ from onnxport.serving.sampler import sample
 from onnxport.serving.sampling import Position, row_params
 from onnxport.serving.tokenizer import Tokenizer
 from tests.conformance.models import step
+from tests.serving.beams import Logits, search
 
 
 def logits_after(model: Model, token_ids: list[int], slot: int) -> NDArray[np.float32]:
@@ -55,6 +56,8 @@ def completions(model: Model, make: Callable[[], Request], tokenizer: Tokenizer)
         make: makes the request; called for every token.
         tokenizer: tells the text, in which stop strings are looked for.
     """
+    if make().params.use_beam_search:
+        return _beams(model, make)
     number = len([make(), *make().siblings])
     return [_completion(model, make, tokenizer, index) for index in range(number)]
 
@@ -80,6 +83,52 @@ def _completion(
         logprobs += [one.logprob for one in sampled.logprobs or () if one is not None]
         named = request.params.logprob_token_ids or ()
         logprobs += [row_logprobs(logits[0], token_id, 0).logprob for token_id in named]
+
+
+def _beams(model: Model, make: Callable[[], Request]) -> list[Expected]:
+    """Return the texts of a beam search that changes no logits and has no stop strings."""
+    first = make()
+    params, num_prompt = first.params, first.num_prompt_tokens
+    ends, prompt = first.stop_token_ids, first.prompt_token_ids
+    slot = first.adapter.number if first.adapter else 0
+
+    def with_output(output: tuple[int, ...]) -> Request:
+        request = make()
+        request.tokens.extend(output)
+        return request
+
+    def masked(logits: Logits, output: tuple[int, ...]) -> Logits:
+        request = with_output(output)
+        if request.grammar is None:
+            return logits
+        mask = request.grammar.masks(request.tokens)[0]
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits)]
+        return np.where(bits == 1, logits, -np.inf)
+
+    def is_whole(output: tuple[int, ...]) -> bool:
+        request = with_output(output)
+        return request.grammar is not None and request.grammar.is_complete(request.tokens)
+
+    texts = search(
+        lambda token_ids: logits_after(model, list(token_ids), slot)[0].astype(np.float64),
+        prompt,
+        params.num_sequences,
+        first.max_total_tokens - num_prompt,
+        ends=sorted(ends),
+        length_penalty=params.length_penalty,
+        edit=masked,
+        is_whole=is_whole,
+    )
+    found = [
+        Expected(
+            list(text.tokens),
+            [],
+            "stop" if text.tokens[-1] in ends or is_whole(text.tokens) else "length",
+        )
+        for text in texts
+    ]
+    missing = params.num_sequences - len(found)
+    return [*found, *(Expected([], [], "stop") for _ in range(missing))]
 
 
 def _ended(request: Request, output: list[int], tokenizer: Tokenizer) -> FinishReason | None:

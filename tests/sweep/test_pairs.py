@@ -26,6 +26,7 @@ from onnxport.providers.registry import EMULATED, get_provider
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.guesses import possible
+from onnxport.serving.limits import beam_blocks
 from onnxport.serving.outputs import CompletionDelta, FinishReason
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
@@ -67,6 +68,7 @@ AXES: Mapping[str, Sequence[str]] = {
             "llama.cpp",
         ),
         "stopped",
+        "beams",
     ),
     "structure": ("none", "json", "regex", "choice", "grammar"),
     "speculation": ("none", "ngram", "draft", "forced"),
@@ -105,6 +107,7 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
         "logprob_token_ids": NAMED,
     },
     "best": {"temperature": 1.1, "seed": 15, "best_of": 3},
+    "beams": {"temperature": 0.0, "n": 2, "use_beam_search": True, "length_penalty": 0.8},
     "stopped": {"temperature": 0.0, "stop": ("a", "is"), "include_stop_str_in_output": True},
 }
 STRUCTURE: Mapping[str, dict[str, Any]] = {
@@ -283,7 +286,14 @@ class World:
         shared = len(list(same)) // size
         is_shared = case["adapter"] in ("none", "one") and not case["blocks"].endswith("uncached")
         num_rows = max(params.n, params.best_of or 1)
-        return sum(begins) - is_shared * shared + num_rows - 1
+        few = sum(begins) - is_shared * shared + num_rows - 1
+        if params.use_beam_search:  # which run together or not at all
+            lengths = [len(self.tokenizer.encode(text)) for text, *_ in requests_of(case).values()]
+            limits = model.capabilities
+            few = max(
+                few, *(beam_blocks(one, one + MAX_TOKENS, num_rows, limits) for one in lengths)
+            )
+        return few
 
     def expected(self, case: Case, engine: Engine) -> dict[str, list[Expected]]:
         """What each request gets; it may be known of another case."""
@@ -400,9 +410,10 @@ def test_a_batch_gets_the_tokens_of_the_slow_reference(world: World, case: Case)
     stats = engine.stats()
     if case["blocks"] == "warm" and case["sampling"] != "scored":
         assert stats.prefix_cache_hits > 0
-    # With few slots fewer run at once, and may end before blocks run out; so may what is stopped.
+    # With few slots fewer run at once, and may end before blocks run out; so may what is stopped,
+    # and beams have room at least for all those of a request.
     is_few = case["adapter"] == "few"
-    may_fit = is_few or case["sampling"] == "stopped"
+    may_fit = is_few or case["sampling"] in ("stopped", "beams")
     assert bool(stats.num_preemptions) == is_tight(case) or (is_tight(case) and may_fit)
     world.happened["preemption, few slots"] += stats.num_preemptions if is_few else 0
     world.num_loaded += stats.num_blocks_loaded

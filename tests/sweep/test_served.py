@@ -32,6 +32,11 @@ MESSAGES = [
 SYSTEM = "You are Portia, a helpful assistant made for onnxport. " * 5
 NUM_REQUESTS = 70
 AT_ONCE = 32
+BEAMS = 0.15  # the part of the requests that are beam searches
+DRAW = (
+    *("temperature", "seed", "top_p", "top_k", "min_p", "typical_p", "xtc_probability"),
+    "repetition_detection",
+)
 LEAVING = 0.15  # the part of the clients that do
 ADAPTERS = {"first": ("q_proj", "v_proj"), "second": ("o_proj", "up_proj"), "third": ("k_proj",)}
 PERSON = {
@@ -116,6 +121,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def asking(seed: int) -> Asking:
     """Return a request of any kind, whose answer nothing but itself decides."""
     dice = random.Random(seed)
+    path, body = _drawn_or_greedy(dice, seed)
+    if dice.random() < BEAMS:
+        body = {name: value for name, value in body.items() if name not in DRAW}
+        body |= {"use_beam_search": True, "n": dice.choice([1, 2, 4])}
+        body |= {"length_penalty": dice.choice([-0.5, 1, 2])}
+    return path, body
+
+
+def _drawn_or_greedy(dice: random.Random, seed: int) -> Asking:
+    """Return a request that is no beam search."""
     body: Body = {"model": dice.choice(["served", "served", *ADAPTERS])}
     body["max_tokens"] = dice.choice([1, 9, 30, 90])
     body |= {"temperature": 0} if dice.random() < 0.4 else {"temperature": 0.9, "seed": seed}
