@@ -17,6 +17,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import Thought
+from onnxport.serving.request import Request
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.beams import Logits, Text, beams, null_logits, search
@@ -26,6 +27,7 @@ from tests.serving.helpers import (
     alone,
     checked_step,
     null_engine,
+    null_model,
     reasons,
     run,
     submit,
@@ -48,6 +50,12 @@ def found(deltas: Sequence[CompletionDelta]) -> Found:
         for delta in ordered
         if delta.cumulative_logprob is not None and not delta.is_missing
     ]
+
+
+def yield_now(engine: Engine) -> None:
+    """Let the last in rank yield."""
+    engine._scheduler._preempt(engine._scheduler.running[-1])
+    engine.check()
 
 
 def expected(texts: Sequence[Text]) -> Found:
@@ -111,7 +119,9 @@ def test_enough_tokens_are_looked_at_where_many_end_a_text() -> None:
     engine = null_engine()
     submit(engine, "a", PROMPT, deltas_of)
     submit(engine, "b", PROMPT, beams(3, 1, allowed_token_ids=others))
+    submit(engine, "c", PROMPT, beams(3, 2, stop_token_ids=ends, length_penalty=16.0))
     run_deltas = run(engine)
+    assert {tokens(run_deltas["c"], index)[0] for index in range(3)} <= set(others)
     assert {tokens(run_deltas["b"], index)[0] for index in range(3)} == set(others)
     best = sorted(likeliest[:6], key=lambda one: -logits[one])[:3]
     assert [delta.token_ids[0] for delta in run_deltas["a"]] == best
@@ -216,7 +226,11 @@ def text_engine(words: Tokenizer, **options: Any) -> Engine:
 
 def test_stop_strings_end_texts(words: Tokenizer) -> None:
     prompt, size = [20, 21, 22], words.vocab_size
-    stops = ("e", "u", "t", "<")
+    # Ends of two characters that beams have in common before one of them goes on with the second.
+    first = searched_text(words, prompt)
+    pairs = [text[at : at + 2] for text in first for at in range(len(text) - 1)]
+    stops = tuple(pair for pair in pairs if pair.isascii())
+    assert len(stops) > 2
 
     def is_whole(output: tuple[int, ...]) -> bool:
         text = words.decode(list(output))
@@ -231,6 +245,10 @@ def test_stop_strings_end_texts(words: Tokenizer) -> None:
         engine = text_engine(words, num_blocks=num_blocks)
         submit(engine, "x", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=30))
         submit(engine, "a", prompt, beams(4, 12, stop=stops))
+        for _ in range(6):  # beside others, it would yield at a time of its own
+            engine.step()
+        if num_blocks < 128:
+            yield_now(engine)
         deltas = run(engine)["a"]
         assert found(deltas) == expected(texts)
         for delta in deltas:
@@ -262,6 +280,12 @@ def test_the_text_of_the_end_token(words: Tokenizer) -> None:
             output.pop()
         assert without.text == words.decode(output)
     assert ended
+
+
+def searched_text(words: Tokenizer, prompt: list[int]) -> list[str]:
+    engine = text_engine(words)
+    submit(engine, "a", prompt, beams(4, 12))
+    return [delta.text for delta in run(engine)["a"]]
 
 
 @pytest.mark.parametrize("num_blocks", [128, 22])
@@ -297,6 +321,10 @@ def test_each_beam_has_its_place_in_the_grammar(
     texts = search(logits_of, prompt, 3, 24, ends=(0,), edit=edit, is_whole=is_whole)
     submit(engine, "x", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=40))
     submit(engine, "a", prompt, beams(3, 24, structured_outputs=outputs))
+    for _ in range(4):
+        engine.step()
+    if num_blocks < 128:
+        yield_now(engine)
     deltas = run(engine)["a"]
     assert found(deltas) == expected(texts)
     assert len({delta.text for delta in deltas if not delta.is_missing}) > 1
@@ -498,6 +526,29 @@ def test_a_failing_step_is_tried_in_parts_and_loses_nothing() -> None:
     assert engine.stats().num_failed_steps == len(failing)
     assert found(deltas["a"]) == expected(search(null_logits, PROMPT, 4, 12))
     assert tokens(deltas["x"]) == alone([1, 2, 3])
+
+
+def compute(engine: Engine, requests: Sequence[Request]) -> None:
+    """Let a step be of some requests alone."""
+    assert not engine._execute(engine._scheduler.plan(requests))
+    engine.check()
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_a_beam_that_is_ahead_waits_for_the_others(yields: bool) -> None:
+    engine = null_engine(max_num_batched_tokens=64)
+    submit(engine, "a", PROMPT, beams(4, 12))
+    for _ in range(3):
+        checked_step(engine)
+    first, *others = list(engine._scheduler.running)
+    compute(engine, [first])
+    assert first.num_computed_tokens == len(first.tokens)
+    compute(engine, others[:1])
+    assert engine._scheduler.plan().requests == tuple(others[1:])
+    if yields:
+        yield_now(engine)
+    assert found(run(engine)["a"]) == expected(search(null_logits, PROMPT, 4, 12))
+    assert null_model(engine).num_runs == engine.stats().num_steps
 
 
 def test_beams_that_wait_for_others_may_yield() -> None:
