@@ -263,6 +263,23 @@ def test_stop_strings_end_texts(words: Tokenizer) -> None:
         assert is_whole(delta.token_ids) == any(stop in delta.text for stop in stops)
 
 
+@pytest.mark.parametrize("steps", [5, 9, 12])
+def test_stop_strings_after_beams_have_yielded(words: Tokenizer, steps: int) -> None:
+    """Tokens that all beams have in common count for `min_tokens`, and for what is begun."""
+    params = beams(2, 16, stop=tuple("aeionst"), min_tokens=6)
+    found_of = []
+    for yields in (False, True):
+        engine = text_engine(words)
+        submit(engine, "a", [20, 21, 22], params)
+        for _ in range(steps):
+            assert not engine.step(), "it is over already"
+        if yields:
+            yield_now(engine)
+        found_of.append([(delta.text, delta.stop_reason) for delta in run(engine)["a"]])
+    assert found_of[0] == found_of[1]
+    assert any(reason is not None for _, reason in found_of[0])
+
+
 def test_the_text_of_the_end_token(words: Tokenizer) -> None:
     ends = tuple(range(30, 80))
     engine = text_engine(words)
