@@ -56,22 +56,27 @@ class BeamSearches:
             beams.found[request] = one.candidates
             if not beams.has_arrived:
                 continue
-            if not beams.behind:
-                gaps += self._sequences.note_round(beams, now_s)
-            growths += self._go_on(beams, now_s)
+            growths += self._go_on(beams, now_s, gaps)
         return growths, gaps
 
-    def _go_on(self, beams: BeamGroup, now_s: float) -> list[Growth]:
-        """Begin the next round of a search, or end it."""
-        first = beams.slots[0]
+    def _go_on(self, beams: BeamGroup, now_s: float, gaps: list[float]) -> list[Growth]:
+        """Begin the next round of a search, or end it; adds to `gaps` the time since the last."""
+        first, is_known = beams.slots[0], bool(beams.behind)
         try:
             children = beams.advance()
         except Exception as error:
             logger.error("request %s failed", first.request_id, exc_info=error)
             return self._sequences.end(first, "error", failure_of(error))
         if not children:
+            gaps += self._sequences.note_tokens([first], now_s)
             return self._end(beams, now_s)
         seats = beams.seat(children)
+        if not is_known:
+            gaps += self._sequences.note_tokens([first], now_s)
+            # Others are told of at their beginning and end alone: they are one text only there.
+            others = [slot for slot in seats if slot is not first]
+            new = [slot for slot in others if slot.times.first_token_s is None]
+            self._sequences.note_tokens(new, now_s)
         parents = {slot: child.parent.slot for slot, child in seats.items()}
         self._scheduler.refork(beams, parents)
         beams.take(children, seats)

@@ -229,11 +229,11 @@ class BeamGroup:
         self.found, self.behind, self.live = {}, () if is_whole else texts, [beam]
 
     def drop(self) -> None:
-        """The search ends without a result: what the first slot has is the best that there was."""
+        """The search ends without a result: who got tokens has those of the best beam."""
         best = self.behind[0].tokens if self.behind else self.live[0].slot.tokens
-        for slot in self.slots[1:]:
-            slot.tokens = slot.tokens[: slot.num_prompt_tokens]
-        self.slots[0].tokens = best
+        for slot in self.slots:
+            has_some = slot.times.first_token_s is not None
+            slot.tokens = best if has_some else slot.tokens[: slot.num_prompt_tokens]
 
     def _extend(self, found: Mapping[Request, Sequence[Candidate]]) -> list[Child]:
         first = self.slots[0]

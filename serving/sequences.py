@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.beams import BeamGroup
@@ -85,9 +85,9 @@ class Sequences:
             if request.beams is None or request.index == 0:
                 self._tally.tell("preempted", request, now_s)
 
-    def note_round(self, beams: BeamGroup, now_s: float) -> list[float]:
-        """Note when the beams of a search got tokens; returns what `_note_token` does."""
-        return self._note_token(beams.slots[0], now_s)
+    def note_tokens(self, slots: Iterable[Request], now_s: float) -> list[float]:
+        """Note when slots of a beam search got tokens; returns what `_note_token` does of each."""
+        return [gap for slot in slots for gap in self._note_token(slot, now_s)]
 
     def deliver(self, drawn: Sequence[Drawn], now_s: float) -> tuple[list[Growth], list[float]]:
         """Append the tokens that were drawn and end the sequences that are done.
@@ -177,7 +177,7 @@ class Sequences:
             assert last.reason is not None
             if last.token_ids:
                 self._tally.generation_tokens += len(last.token_ids)
-                if slot.times.first_token_s is None:
+                if slot.index:
                     self._note_token(slot, now_s)
             self._forget(slot, last.reason, now_s)
         return list(lasts)

@@ -789,6 +789,10 @@ def test_counters() -> None:
     records = [watch.events["a", index][-1].finished for index in range(3)]
     assert [record.num_output_tokens for record in records if record] == [6, 6, 6]
     assert watch.kinds("a") == ["queued", "scheduled", "first_token", "finished"]
+    times = [record.metrics for record in records if record]
+    first = times[0].first_token_time_s
+    assert [one.first_token_time_s for one in times] == [first] * 3
+    assert all((one.last_token_time_s or 0.0) > (first or 0.0) for one in times)
 
 
 # Parameters.
