@@ -135,3 +135,16 @@ def test_a_copy_grows_alone() -> None:
     assert one.key(0) == other.key(0)
     assert one.key(1) != other.key(1)
     assert all_keys(other) == all_keys(chain(range(1, 9)))
+
+
+@pytest.mark.parametrize("block_size", [3, 4, 16, 32, 48])
+@pytest.mark.parametrize("count", [0, 1, 3, 15, 16, 47, 48, 60])
+def test_the_chain_of_a_beginning(block_size: int, count: int) -> None:
+    tokens = list(range(60))
+    made = chain(tokens, block_size)
+    first = made.first(count)
+    assert all_keys(first) == all_keys(chain(tokens[:count], block_size))
+    other = [*tokens[:count], *range(100, 160)]
+    first.extend(array("q", other))
+    assert all_keys(first) == all_keys(chain(other, block_size))
+    assert all_keys(made) == all_keys(chain(tokens, block_size))

@@ -368,3 +368,25 @@ def test_a_limit_in_the_middle() -> None:
             grammar.masks(tokens)
         with pytest.raises(GrammarError):
             grammar.is_complete(tokens)
+
+
+@given(st.integers(0, 2**32), FORMS)
+@settings(max_examples=examples(60), deadline=None)
+def test_forks_go_on_on_their_own(seed: int, form: StructuredOutputs) -> None:
+    """Each allows what one allows that has read the same tokens by itself."""
+    rng = np.random.default_rng(seed)
+    paths = [(compiled(form).sequence(len(PROMPT)), PROMPT[:])]
+    for _ in range(12):
+        grammar, tokens = paths[rng.integers(len(paths))]
+        if grammar.is_complete(tokens):
+            continue
+        mask = grammar.masks(tokens)[0]
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocabulary().vocab_size]
+        fork, longer = grammar.fork(), tokens[:]
+        longer.append(int(rng.choice(np.flatnonzero(bits))))
+        paths.append((fork, longer))
+        for each, own in paths:
+            alone = compiled(form).sequence(len(PROMPT))
+            assert each.is_complete(own) == alone.is_complete(own)
+            if not alone.is_complete(own):
+                assert each.masks(own).tolist() == alone.masks(own).tolist()

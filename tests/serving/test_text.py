@@ -341,3 +341,35 @@ def test_several_texts_at_once() -> None:
     texts = ["the sea", "", "naïve — 🙂", "the sea"]
     assert tokenizer.encode_all(texts) == [tokenizer.encode(text) for text in texts]
     assert tokenizer.encode_all([]) == []
+
+
+def ended(stream: TextStream, token_ids: Sequence[int]) -> list[tuple[str, str | None]]:
+    """What a stream gives for the last tokens, up to a stop string."""
+    found = []
+    for token_id in token_ids:
+        found.append(stream.add(token_id))
+        if found[-1][1] is not None:
+            return found
+    return [*found, stream.finish()]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["bytes", "window"])
+@settings(max_examples=examples(200), deadline=None)
+@given(data=st.data())
+def test_forks_go_on_on_their_own(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Each gives the text that it would give if it had read all by itself."""
+    texts = st.lists(st.sampled_from(["ab", "é", "猫", "🙂", " the", "stop"]), max_size=6)
+    ids = tokenizer.encode("".join(data.draw(texts)))
+    ends = [tokenizer.encode("".join(data.draw(texts))) for _ in range(2)]
+    begin = ids[: data.draw(st.integers(0, len(ids)))]
+
+    def begun() -> TextStream:
+        made = TextStream(tokenizer.detokenizer([]), ("stop", "b é"), min_tokens=2)
+        for token_id in begin:
+            made.add(token_id)
+        return made
+
+    first = begun()
+    forks = [first.fork(), first.fork()]
+    for fork, end in zip(forks, ends, strict=True):
+        assert ended(fork, end) == ended(begun(), end)
