@@ -14,6 +14,7 @@ import pytest
 from onnxport.errors import CapacityError, DeviceMemoryError, RequestError
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.engine import Engine
+from onnxport.serving.guesses import Guessing
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import Thought
@@ -487,6 +488,35 @@ def test_nobody_guesses_for_beams() -> None:
     assert found(deltas["a"]) == expected(search(null_logits, PROMPT, 3, 10))
     assert tokens(deltas["x"]) == alone(PROMPT[:5], SamplingParams(temperature=0.0, max_tokens=20))
     assert set(asked) == {"x"}
+
+
+class Reading(Prophet):
+    """Notes whose states it is told of."""
+
+    @property
+    def reader(self) -> Any:
+        return self
+
+    def note_states(self, request: Request, first: int, states: Any) -> None:
+        self.read.append((request.request_id, first, states.tolist()))
+
+    def note_decodes(self, requests: Sequence[Request], *_: Any) -> None:
+        raise AssertionError(requests)
+
+
+def test_nobody_is_told_of_the_states_of_beams() -> None:
+    engine = null_engine(max_num_batched_tokens=64)
+    submit(engine, "a", PROMPT, beams(3, 12))
+    submit(engine, "x", [1, 2, 3], GREEDY)
+    for _ in range(3):
+        checked_step(engine)
+    plan = engine._scheduler.plan()
+    assert [request.request_id for request in plan.requests] == ["a", "a", "a", "x"]
+    reading = Reading(lambda request: [])
+    reading.read = []
+    states = np.arange(4, dtype=np.float32)[:, None]
+    Guessing(reading).note_states(plan, states, {})
+    assert reading.read == [("x", 5, [[3.0]])]
 
 
 # Ends.
