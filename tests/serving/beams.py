@@ -69,7 +69,11 @@ def search(
             logits = logits / (temperature or 1.0)
             logprobs = logits - logits.max()
             logprobs = logprobs - np.log(np.exp(logprobs).sum())
-            likeliest = np.argsort(-logprobs, kind="stable")[: 2 * width].tolist()
+            ordered = np.argsort(-logprobs, kind="stable").tolist()
+            count = 2 * width
+            while count < len(ordered) and sum(one not in ends for one in ordered[:count]) < width:
+                count *= 2  # which vLLM, with one end token, has no need of
+            likeliest = ordered[:count]
             for token_id in likeliest:
                 if logprobs[token_id] > -np.inf:
                     logprob = beam.logprob + float(logprobs[token_id])
