@@ -24,22 +24,25 @@ MAX_DEPTH = 64  # of nested lists and objects
 _PLAIN = {int, bool, type(None)}
 
 # Field -> values that change nothing; null is always one of them.
-NEUTRAL: Mapping[str, Any] = {
-    **LABELS,
-    "store": (False,),
-    "service_tier": TIERS,
+OF_ENGINES: Mapping[str, Any] = {  # vLLM's and llama.cpp's, whatever the API
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers alone
-    "guided_decoding_backend": ("auto", "guidance"),
-    "structural_tag": (),
     **{"mirostat": (0,), "mirostat_tau": ANY, "mirostat_eta": ANY},  # llama.cpp's, as what follows
     **{"dynatemp_range": (0,), "dynatemp_exponent": ANY, "repeat_penalty": (1,), "min_keep": (0,)},
     **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
     "detokenize": (True,),
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
+}
+NEUTRAL: Mapping[str, Any] = {
+    **LABELS,
+    **OF_ENGINES,
+    "store": (False,),
+    "service_tier": TIERS,
+    "guided_decoding_backend": ("auto", "guidance"),
+    "structural_tag": (),
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,
