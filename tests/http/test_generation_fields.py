@@ -179,7 +179,7 @@ def test_a_stop_string_that_is_kept_has_log_probabilities(
     ask = {"input": say("abSTOPcd"), "stop": "STOP", "include_stop_str_in_output": True}
     found = post(server, **ask, **INCLUDED, stream=stream)
     if stream:
-        assert '"delta":"S","logprobs":[{"token":"S"' in found.text
+        assert '"delta":"STOP","logprobs":[{"token":"S"' in found.text
         assert '"text":"abSTOP"' in found.text
         return
     [part] = found.json()["output"][0]["content"]
