@@ -145,7 +145,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_generation_config(group)
     add_override(group)
-    add_repetition_option(group)
+    add_repetition_option(group, ", of requests that do not say")
     add_template_options(group, "--default-chat-template-kwargs")
     add_reasoning_option(group)
     group.add_argument(
