@@ -119,6 +119,11 @@ class AsyncEngine:
         return config.max_queued_requests
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once."""
+        return self._engine.config.max_num_seqs
+
+    @property
     def max_logprobs(self) -> int | None:
         """Most likeliest tokens that a position may tell; None: there is no limit."""
         return self._engine.config.max_logprobs

@@ -120,6 +120,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once."""
+        ...
+
+    @property
     def max_logprobs(self) -> int | None:
         """Most likeliest tokens that a position may tell; None: there is no limit."""
         ...
