@@ -1,4 +1,4 @@
-"""scripts/try_experts.py judges kernels: what it calls wrong is, and of equals any may be chosen."""
+"""scripts/try_experts.py judges kernels: wrong is wrong, and of equal experts any may be chosen."""
 
 from __future__ import annotations
 
