@@ -128,6 +128,12 @@ class AsyncEngine:
         """Most likeliest tokens that a position may tell; None: there is no limit."""
         return self._engine.config.max_logprobs
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, those among them that came while a step runs."""
+        with self._wakeup:
+            return len(self._streams)
+
     def stats(self) -> EngineStats:
         """Return the engine's counters as they were after the last step."""
         return self._stats

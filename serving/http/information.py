@@ -57,8 +57,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        stats = service.engine.stats()
-        return {"server_load": stats.num_requests_running + stats.num_requests_waiting}
+        return {"server_load": service.engine.num_unfinished}
 
 
 def _status(service: Service) -> int:

@@ -142,6 +142,11 @@ class Engine(Protocol):
         """Let no more requests find an adapter."""
         ...
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, those among them that came while a step runs."""
+        ...
+
     def stats(self) -> EngineStats:
         """Return the engine's counters."""
         ...

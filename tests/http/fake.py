@@ -69,6 +69,7 @@ class FakeEngine:
     compiled: list[StructuredOutputs] = field(default_factory=list)
     max_logprobs: int | None = 20
     max_num_seqs: int = 4
+    num_unfinished: int = 0
 
     @property
     def most_prompts(self) -> int:

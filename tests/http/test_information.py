@@ -10,9 +10,9 @@ import pytest
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
-from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.version import __version__
+from tests.waiting import wait_until
 
 from .conftest import RunningServer, StartServer
 from .fake import MODEL as FAKE
@@ -60,27 +60,33 @@ async def test_which_paths_need_a_key(tokenizer: Tokenizer, model_folder: Path) 
         assert (await client.get(path, Authorization="Bearer secret")).status_code == 200, path
 
 
-async def test_the_load_is_what_runs_and_what_waits(
-    tokenizer: Tokenizer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = Client(FakeEngine(tokenizer), model_folder)
-    assert (await client.get("/load")).json() == {"server_load": 0}
-    busy = EngineStats(3, 4, *(0 for _ in range(7)))
-    monkeypatch.setattr(client.engine, "stats", lambda: busy)
+async def test_the_load(tokenizer: Tokenizer, model_folder: Path) -> None:
+    client = Client(FakeEngine(tokenizer, num_unfinished=7), model_folder)
     assert (await client.get("/load")).json() == {"server_load": 7}
 
 
 def test_the_load_of_a_server(start_server: StartServer, tmp_path: Path) -> None:
+    """What comes while a step runs counts at once, though the engine does not know of it yet."""
     hold = tmp_path / "hold"
     hold.touch()
     server = start_server(hold=str(hold))
     body = {"model": MODEL, "prompt": say("ab")}
+
+    def load() -> int:
+        found: int = httpx.get(f"{server.url}/load").json()["server_load"]
+        return found
+
+    assert load() == 0
     with server.asking("completions", body):
         server.wait_for(num_requests_running=1)
-        assert httpx.get(f"{server.url}/load").json() == {"server_load": 1}
-    hold.unlink()
-    server.wait_for(num_requests_running=0, num_requests_waiting=0)
-    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
+        assert load() == 1
+        with server.asking("completions", body):
+            wait_until(lambda: load() == 2)
+            stats = server.health()["engine"]
+            assert stats["num_requests_running"] + stats["num_requests_waiting"] == 1
+            hold.unlink()
+            wait_until(lambda: load() == 0)
+    assert load() == 0
 
 
 async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_folder: Path) -> None:
