@@ -19,6 +19,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import FORMATS, ReasoningFormat, reasoning_format
+from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -54,6 +55,7 @@ def talk(
     source: str = TEMPLATE,
     budget: int | None = None,
     form: StructuredOutputs | None = None,
+    stuck: RepetitionDetection | None = None,
 ) -> list[str]:
     """Say something, several times; returns what the model is given each time."""
     template = ChatTemplate({"default": source})
@@ -62,6 +64,7 @@ def talk(
         max_tokens=max_tokens,
         thinking_token_budget=budget,
         structured_outputs=form,
+        repetition_detection=stuck,
     )
     conversation = Conversation(engine, template, params, None, reasoning=reasoning)
     prompts = []
@@ -117,6 +120,18 @@ def test_thoughts_have_a_budget(engine: Engine, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "<think>\nab\n</think>\n\ndef</think>yes\n"
     with pytest.raises(RequestError, match="not known how this model writes"):
         talk(engine, say("yes"), budget=2, reasoning=None)
+
+
+def test_an_answer_that_is_stuck_is_ended_and_that_is_told(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = RepetitionDetection(max_pattern_size=2, min_count=3)
+    talk(engine, say("so xyxyxyxyxy"), stuck=rule)
+    out, err = capsys.readouterr()
+    assert out == "so xyxyxy\n"
+    assert "repeating itself" in err
+    talk(engine, say("so xyxyxyxyxy"))
+    assert capsys.readouterr() == ("so xyxyxyxyxy\n", "")
 
 
 @pytest.mark.parametrize("budget", [None, 2])

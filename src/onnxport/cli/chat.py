@@ -224,6 +224,7 @@ class Conversation:
         splitting = splitter(begins)
         printer = Printer(dims=_can_dim())
         told: list[Split] = []
+        reason = None
 
         def tell(text: str, *, is_last: bool = False) -> None:
             for split in splitting.parts(text, is_last=is_last):
@@ -233,6 +234,7 @@ class Conversation:
         with interruptible() as interruption, closing(deltas(self._engine, [request])) as answer:
             try:
                 for delta in answer:
+                    reason = delta.finish_reason
                     tell(delta.text)
                     if interruption.asked:
                         break
@@ -240,6 +242,8 @@ class Conversation:
             finally:
                 printer.end_thought()
         print()
+        if reason == "repetition":
+            _tell("The answer went on repeating itself, and was ended (--repetition-detection).")
         return "".join(one.reasoning for one in told), "".join(one.content for one in told)
 
 
