@@ -76,7 +76,9 @@ class GenerationFields(Strict):
     stream_interval: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     def generation(self) -> dict[str, Any]:
-        """Return what was given of these fields, for the body of a chat that means the same."""
-        names = GenerationFields.model_fields.keys() - {"stream"}
-        told = {name: getattr(self, name) for name in sorted(names)}
-        return {name: value for name, value in told.items() if value is not None}
+        """Return what was given of these fields, for the body of a chat that means the same.
+
+        Whether it streams is the API's own matter.
+        """
+        told = {name: getattr(self, name) for name in GenerationFields.model_fields}
+        return {name: one for name, one in told.items() if one is not None and name != "stream"}

@@ -131,6 +131,12 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 def _prompt(service: Service, body: ChatRequest) -> str:
     """Return the text that the model would be given for a chat."""
+    if body.truncate_prompt_tokens is not None:
+        raise RequestError(
+            "truncate_prompt_tokens is about tokens, and what is given here is their text; leave it "
+            "out",
+            "truncate_prompt_tokens",
+        )
     chat = body.with_effort(service.template, service.reasoning)
     return encode(service, chat.messages, chat.offered_tools(), chat, MOST_TOKENS).text
 

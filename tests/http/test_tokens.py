@@ -154,6 +154,11 @@ async def test_what_the_tokenizer_has(client: Client, engine: FakeEngine) -> Non
         ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
         ("/tokenize", {"content": ["a"]}, "content"),
         ("/apply-template", {}, "messages"),
+        (
+            "/apply-template",
+            {"messages": CHAT, "truncate_prompt_tokens": 5},
+            "truncate_prompt_tokens",
+        ),
         ("/apply-template", {"messages": CHAT, "reasoning_effort": "low"}, "reasoning_effort"),
         ("/apply-template", {"messages": [{"role": "none"}], "moood": 1}, None),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
