@@ -133,8 +133,7 @@ def _prompt(service: Service, body: ChatRequest) -> str:
     """Return the text that the model would be given for a chat."""
     if body.truncate_prompt_tokens is not None:
         raise RequestError(
-            "truncate_prompt_tokens is about tokens, and what is given here is their text; leave it "
-            "out",
+            "truncate_prompt_tokens is about tokens, and this is about their text; leave it out",
             "truncate_prompt_tokens",
         )
     chat = body.with_effort(service.template, service.reasoning)
