@@ -44,8 +44,8 @@ async def asked(client: Client, path: str, **fields: Any) -> SamplingParams:
     [
         (ALL, "vllm_xargs", ({}, None)),
         (ALL, "kv_transfer_params", ({}, None, {"do_remote_decode": None})),
-        (BOTH, "detokenize", (True, None)),
-        (BOTH, "length_penalty", (1, 1.0)),
+        (ALL, "detokenize", (True, None)),
+        (ALL, "length_penalty", (1, 1.0)),
         (CHAT + ALL[2:3], "mm_processor_kwargs", ({}, {"max_pixels": 9})),
         (CHAT, "media_io_kwargs", ({}, {"video": {"num_frames": 4}})),
         (CHAT, "prediction", (PREDICTED,)),
@@ -59,8 +59,8 @@ async def asked(client: Client, path: str, **fields: Any) -> SamplingParams:
         (OPENAI, "safety_identifier", ("s",)),
         (ALL[2:3], "enable_response_messages", (False,)),
         (ALL[2:3], "previous_input_messages", ([],)),
-        (ALL[2:3], "skip_special_tokens", (True,)),
-        (ALL[2:3], "include_stop_str_in_output", (False,)),
+        (ALL, "skip_special_tokens", (True,)),
+        (ALL, "include_stop_str_in_output", (False,)),
         (ALL[2:3], "max_tool_calls", (1, 5)),
         (ALL[2:3], "truncation", ("disabled", "auto")),
     ],
@@ -79,9 +79,9 @@ async def test_what_changes_nothing(
     [
         (ALL, "vllm_xargs", {"my_processor": 1}),
         (ALL, "kv_transfer_params", {"do_remote_decode": True}),
-        (BOTH, "detokenize", False),
-        (BOTH, "detokenize", 1),
-        (BOTH, "length_penalty", 0.5),
+        (ALL, "detokenize", False),
+        (ALL, "detokenize", 1),
+        (ALL, "length_penalty", 0.5),
         (BOTH, "truncation_side", "middle"),
         (ALL, "skip_reading_prefix_cache", "yes"),
         (ALL, "skip_reading_prefix_cache", 1),
@@ -96,8 +96,6 @@ async def test_what_changes_nothing(
         (CHAT, "modalities", ["text", "audio"]),
         (CHAT, "verbosity", "low"),
         (ALL[2:3], "enable_response_messages", True),
-        (ALL[2:3], "skip_special_tokens", False),
-        (ALL[2:3], "include_stop_str_in_output", True),
     ],
 )
 async def test_what_would_change_something_is_refused(
