@@ -20,6 +20,7 @@ from onnxport.serving.http import (
     completions,
     errors,
     information,
+    llama_completion,
     messages,
     responses,
     tokens,
@@ -191,6 +192,7 @@ def create_app(
     _add_generation(app, service)
     information.add_routes(app, service, metrics)
     tokens.add_routes(app, service)
+    llama_completion.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
 

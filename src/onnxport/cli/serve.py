@@ -82,8 +82,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="required under /v1, and for tokens, templates and /props; repeatable: each of "
-        "several keys is a tenant. Or set "
+        help="required under /v1, and for all that generates or tells of prompts; repeatable: each "
+        "of several keys is a tenant. Or set "
         f"{API_KEY_VARIABLE}, with commas between several",
     )
     group.add_argument(
