@@ -24,11 +24,16 @@ MAX_DEPTH = 64  # of nested lists and objects
 _PLAIN = {int, bool, type(None)}
 
 # Field -> values that change nothing; null is always one of them.
-OF_ENGINES: Mapping[str, Any] = {  # vLLM's and llama.cpp's, whatever the API
+NEUTRAL: Mapping[str, Any] = {
+    **LABELS,
+    "store": (False,),
+    "service_tier": TIERS,
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers alone
+    "guided_decoding_backend": ("auto", "guidance"),
+    "structural_tag": (),
     **{"mirostat": (0,), "mirostat_tau": ANY, "mirostat_eta": ANY},  # llama.cpp's, as what follows
     **{"dynatemp_range": (0,), "dynatemp_exponent": ANY, "repeat_penalty": (1,), "min_keep": (0,)},
     **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
@@ -36,13 +41,14 @@ OF_ENGINES: Mapping[str, Any] = {  # vLLM's and llama.cpp's, whatever the API
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
-NEUTRAL: Mapping[str, Any] = {
-    **LABELS,
-    **OF_ENGINES,
-    "store": (False,),
-    "service_tier": TIERS,
-    "guided_decoding_backend": ("auto", "guidance"),
-    "structural_tag": (),
+# vLLM's and llama.cpp's, of APIs that are turned into chats and completions, which may obey more.
+OF_ENGINES: Mapping[str, Any] = {
+    **{"length_penalty": (1,), "use_beam_search": (False,), "logits_processors": ([],)},
+    **{"spaces_between_special_tokens": (True, False), "detokenize": (True,)},
+    **{"kv_transfer_params": ({},), "vllm_xargs": ({},)},
+    **{"mirostat": (0,), "mirostat_tau": ANY, "mirostat_eta": ANY, "min_keep": (0,)},
+    **{"dynatemp_range": (0,), "dynatemp_exponent": ANY, "repeat_penalty": (1,)},
+    **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,

@@ -44,8 +44,8 @@ async def asked(client: Client, path: str, **fields: Any) -> SamplingParams:
     [
         (ALL, "vllm_xargs", ({}, None)),
         (ALL, "kv_transfer_params", ({}, None, {"do_remote_decode": None})),
-        (ALL, "detokenize", (True, None)),
-        (ALL, "length_penalty", (1, 1.0)),
+        (BOTH, "detokenize", (True, None)),
+        (BOTH, "length_penalty", (1, 1.0)),
         (CHAT + ALL[2:3], "mm_processor_kwargs", ({}, {"max_pixels": 9})),
         (CHAT, "media_io_kwargs", ({}, {"video": {"num_frames": 4}})),
         (CHAT, "prediction", (PREDICTED,)),
@@ -79,9 +79,9 @@ async def test_what_changes_nothing(
     [
         (ALL, "vllm_xargs", {"my_processor": 1}),
         (ALL, "kv_transfer_params", {"do_remote_decode": True}),
-        (ALL, "detokenize", False),
-        (ALL, "detokenize", 1),
-        (ALL, "length_penalty", 0.5),
+        (BOTH, "detokenize", False),
+        (BOTH, "detokenize", 1),
+        (BOTH, "length_penalty", 0.5),
         (BOTH, "truncation_side", "middle"),
         (ALL, "skip_reading_prefix_cache", "yes"),
         (ALL, "skip_reading_prefix_cache", 1),
