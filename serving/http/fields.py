@@ -41,6 +41,15 @@ NEUTRAL: Mapping[str, Any] = {
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
+# vLLM's and llama.cpp's, of APIs that are turned into chats and completions, which may obey more.
+OF_ENGINES: Mapping[str, Any] = {
+    **{"length_penalty": (1,), "use_beam_search": (False,), "logits_processors": ([],)},
+    **{"spaces_between_special_tokens": (True, False), "detokenize": (True,)},
+    **{"kv_transfer_params": ({},), "vllm_xargs": ({},)},
+    **{"mirostat": (0,), "mirostat_tau": ANY, "mirostat_eta": ANY, "min_keep": (0,)},
+    **{"dynatemp_range": (0,), "dynatemp_exponent": ANY, "repeat_penalty": (1,)},
+    **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
+}
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,
     "modalities": (["text"],),

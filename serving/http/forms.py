@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
+from onnxport.serving.http.generation_fields import GenerationFields
 from onnxport.serving.http.strict import Strict as _Part
 from onnxport.serving.structured.spec import StructuredOutputs
 
@@ -72,11 +73,10 @@ class ResponseFormat(_Part):
         return {"type": self.type, **given}
 
 
-class FormFields(_Part):
+class FormFields(GenerationFields):
     """The fields of a request that say what form its text is to have; at most one does."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
