@@ -127,6 +127,13 @@ struct Vec {
     return _mm256_and_si256(a, _mm256_set1_epi8(0x0f));
   }
   static inline Quads high_halves(Quads a) { return low_halves(_mm256_srli_epi16(a, 4)); }
+  static inline Quads even_bytes(Quads a) { return _mm256_and_si256(a, _mm256_set1_epi16(0xff)); }
+  static inline Quads odd_bytes(Quads a) { return _mm256_and_si256(a, _mm256_set1_epi16(~0xff)); }
+  static inline Quads mul_words(Quads a, Quads b) { return _mm256_mullo_epi16(a, b); }
+  static inline Quads add_bytes(Quads a, Quads b) { return _mm256_add_epi8(a, b); }
+  static inline void store_quads(int8_t* p, Quads a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+  }
   static inline T to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const __m256i x = _mm256_cvtps_epi32(a);

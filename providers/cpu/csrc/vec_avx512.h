@@ -140,6 +140,13 @@ struct Vec {
     return _mm512_and_si512(a, _mm512_set1_epi8(0x0f));
   }
   static inline Quads high_halves(Quads a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+  static inline Quads even_bytes(Quads a) { return _mm512_and_si512(a, _mm512_set1_epi16(0xff)); }
+  static inline Quads odd_bytes(Quads a) { return _mm512_and_si512(a, _mm512_set1_epi16(~0xff)); }
+  static inline Quads mul_words(Quads a, Quads b) { return _mm512_mullo_epi16(a, b); }
+  static inline Quads add_bytes(Quads a, Quads b) { return _mm512_add_epi8(a, b); }
+  static inline void store_quads(int8_t* p, Quads a) {
+    _mm512_storeu_si512(p, a);
+  }
   static inline T to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a));

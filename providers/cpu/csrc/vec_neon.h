@@ -115,6 +115,17 @@ struct Vec {
   static inline Quads high_halves(Quads a) {
     return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(a), 4));
   }
+  static inline Quads even_bytes(Quads a) {
+    return vandq_s8(a, vreinterpretq_s8_u16(vdupq_n_u16(0x00ff)));
+  }
+  static inline Quads odd_bytes(Quads a) {
+    return vandq_s8(a, vreinterpretq_s8_u16(vdupq_n_u16(0xff00)));
+  }
+  static inline Quads mul_words(Quads a, Quads b) {
+    return vreinterpretq_s8_u16(vmulq_u16(vreinterpretq_u16_s8(a), vreinterpretq_u16_s8(b)));
+  }
+  static inline Quads add_bytes(Quads a, Quads b) { return vaddq_s8(a, b); }
+  static inline void store_quads(int8_t* p, Quads a) { vst1q_s8(p, a); }
   static inline T to_floats(Ints a) { return vcvtq_f32_s32(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const uint16x4_t words = vmovn_u32(vcvtnq_u32_f32(a));
