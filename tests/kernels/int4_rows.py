@@ -1,7 +1,8 @@
 """Rows of an int4 cache in plain NumPy, written from csrc/attention.h.
 
-A row is uint8 [head_size / 2 + 2 * groups + 4]: levels, two in a byte, the first one in its low half;
-the step of each group of 32 channels; its least number, an int8; the bytes of a float32 scale.
+A row is uint8 [head_size / 2 + 2 * groups + 4]: levels, those of channels half a group apart in a
+byte, the first one's in its low half; the step of each group of 32 channels; its least number, an
+int8; the bytes of a float32 scale.
 """
 
 from __future__ import annotations
@@ -23,6 +24,17 @@ def head_size_of(width: int) -> int:
     return next(size for size in range(8, 257, 8) if row_bytes(size) == width)
 
 
+def half_channels(size: int) -> tuple[list[int], list[int]]:
+    """The channels in the low halves of a row's bytes, and those in the high ones."""
+    low: list[int] = []
+    high: list[int] = []
+    for begin in range(0, size, GROUP):
+        half = min(GROUP, size - begin) // 2
+        low += range(begin, begin + half)
+        high += range(begin + half, begin + 2 * half)
+    return low, high
+
+
 def pack(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Rows [..., row_bytes] of int8 [..., head_size] and scales, float32 [..., 1]."""
     size = numbers.shape[-1]
@@ -36,7 +48,8 @@ def pack(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
         levels[..., begin : begin + GROUP] = level
         steps.append(step.astype(np.uint8))
         firsts.append(first.astype(np.int8).view(np.uint8))
-    pairs = levels[..., 0::2] | levels[..., 1::2] << 4
+    low, high = half_channels(size)
+    pairs = levels[..., low] | levels[..., high] << 4
     parts = [pairs, *steps, *firsts, np.ascontiguousarray(scale).view(np.uint8)]
     return np.concatenate(parts, axis=-1)
 
@@ -45,11 +58,13 @@ def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
     """Levels [..., head_size], steps and firsts [..., groups], int; scales, float32 [..., 1]."""
     size = head_size_of(rows.shape[-1])
     groups, half = num_groups(size), size // 2
-    levels = np.stack([rows[..., :half] & 15, rows[..., :half] >> 4], axis=-1)
+    levels = np.empty((*rows.shape[:-1], size), int)
+    low, high = half_channels(size)
+    levels[..., low], levels[..., high] = rows[..., :half] & 15, rows[..., :half] >> 4
     steps = rows[..., half : half + groups].astype(int)
     firsts = rows[..., half + groups : half + 2 * groups].view(np.int8).astype(int)
     scale = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
-    return levels.reshape(*rows.shape[:-1], size).astype(int), steps, firsts, scale
+    return levels, steps, firsts, scale
 
 
 def numbers_of(rows: np.ndarray) -> np.ndarray:
@@ -64,14 +79,11 @@ def dequantize(rows: np.ndarray) -> np.ndarray:
     return numbers_of(rows) * split(rows)[3].astype(np.float64)
 
 
-def level_place(size: int, token: int, channel: int, key: bool) -> tuple[int, bool]:
-    """The byte of a tile that a level lies in, and whether in its high half."""
+def byte_place(size: int, token: int, byte: int, key: bool) -> int:
+    """Where a tile has a byte of levels of a token's row."""
     if key:
-        return channel // 8 * 64 + token * 4 + channel % 4, channel % 8 >= 4
-    begin = channel // GROUP * GROUP
-    half = min(GROUP, size - begin) // 2
-    place = begin // 2 + (channel - begin) % half
-    return token // 4 * 2 * size + place * 4 + token % 4, channel - begin >= half
+        return byte // 4 * 64 + token * 4 + byte % 4
+    return token // 4 * 2 * size + byte * 4 + token % 4
 
 
 def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
@@ -83,16 +95,15 @@ def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
 
 
 def tile_bytes(rows: np.ndarray, key: bool) -> np.ndarray:
-    """The bytes of sixteen tokens' tile, one number at a time."""
-    levels, steps, firsts, scale = split(rows)
-    size = levels.shape[-1]
-    out = np.zeros(16 * size // 2, np.uint8)
+    """The bytes of sixteen tokens' tile, one after the other."""
+    size = head_size_of(rows.shape[-1])
+    half, groups = size // 2, num_groups(size)
+    out = np.zeros(16 * half, np.uint8)
     for token in range(16):
-        for channel in range(size):
-            byte, is_high = level_place(size, token, channel, key)
-            out[byte] |= levels[token, channel] << 4 * is_high
-    sides = np.stack([steps.T.astype(np.uint8), firsts.T.astype(np.int8).view(np.uint8)], axis=1)
-    return np.concatenate([out, sides.reshape(-1), scale.reshape(-1).view(np.uint8)])
+        for byte in range(half):
+            out[byte_place(size, token, byte, key)] = rows[token, byte]
+    sides = [rows[:, [half + g, half + groups + g]].T.reshape(-1) for g in range(groups)]
+    return np.concatenate([out, *sides, rows[:, -4:].reshape(-1)])
 
 
 def from_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
@@ -101,14 +112,13 @@ def from_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
     size = head_size_of(width)
     half, groups = size // 2, num_groups(size)
     tiles = cache.reshape(-1, 16 * width)
-    levels = np.zeros((len(tiles), 16, size), np.uint8)
+    rows = np.zeros((len(tiles), 16, width), np.uint8)
     for token in range(16):
-        for channel in range(size):
-            byte, is_high = level_place(size, token, channel, key)
-            levels[:, token, channel] = tiles[:, byte] >> 4 * is_high & 15
-    pairs = levels[..., 0::2] | levels[..., 1::2] << 4
+        for byte in range(half):
+            rows[:, token, byte] = tiles[:, byte_place(size, token, byte, key)]
     sides = tiles[:, 16 * half : 16 * half + 32 * groups].reshape(-1, groups, 2, 16)
-    parts = [pairs, sides[:, :, 0].swapaxes(1, 2), sides[:, :, 1].swapaxes(1, 2)]
-    parts.append(tiles[:, 16 * half + 32 * groups :].reshape(-1, 16, 4))
-    rows = np.concatenate(parts, axis=-1).reshape(blocks, heads, block_size // 16, 16, width)
+    rows[:, :, half : half + groups] = sides[:, :, 0].swapaxes(1, 2)
+    rows[:, :, half + groups : half + 2 * groups] = sides[:, :, 1].swapaxes(1, 2)
+    rows[:, :, -4:] = tiles[:, 16 * half + 32 * groups :].reshape(-1, 16, 4)
+    rows = rows.reshape(blocks, heads, block_size // 16, 16, width)
     return np.ascontiguousarray(rows.transpose(0, 2, 3, 1, 4)).reshape(cache.shape)

@@ -2,8 +2,8 @@
 
 Everything is computed in float64 and one query row at a time; only what the cache stores is rounded
 to the cache's type, in the paired layout the scaled query to bfloat16, and over a cache of integers
-query and weights to eight bits. The window follows ONNX Runtime's CUDA kernel, which hands FlashAttention
-`local_window_size - 1` as the left window: the query's own position counts.
+query and weights to eight bits. The window follows ONNX Runtime's CUDA kernel, which hands
+FlashAttention `local_window_size - 1` as the left window: the query's own position counts.
 """
 
 from __future__ import annotations

@@ -25,10 +25,11 @@ enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3,
 //   key   [kv_heads][block_size / 16][head_size / 4][16][4], four channels of a token
 //   value [kv_heads][block_size / 16][4][head_size][4], four tokens of a channel
 // with the sixteen scales of each tile after its tokens. A row of the cache tensor is head_size + 4
-// bytes then, the layout's [num_blocks][block_size][kv_heads] of them. In int4 two levels share a byte,
-// the first one in its low half, both of the same token:
-//   key   [kv_heads][block_size / 16][head_size / 8][16][4], channels 8 i + j and 8 i + 4 + j
-//   value [kv_heads][block_size / 16][4][head_size / 2][4], channels j and half a group after j
+// bytes then, the layout's [num_blocks][block_size][kv_heads] of them. In int4 levels of two channels
+// that are half a group apart share a byte, the first one's in its low half, and these bytes lie as
+// int8 does:
+//   key   [kv_heads][block_size / 16][head_size / 8][16][4]
+//   value [kv_heads][block_size / 16][4][head_size / 2][4]
 // then for each group the steps and the firsts of the sixteen tokens, [groups][2][16], then the scales.
 // A row has int4_row_bytes(head_size) bytes.
 // kPaired, in bfloat16 only, tiles whose neighbours in a product lie side by side:

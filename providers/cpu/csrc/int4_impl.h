@@ -33,7 +33,7 @@ static inline int64_t int4_scales_at(const Problem& p) {
 // rounded to the nearest; the largest may lie up to seven behind the last level, or the last level
 // behind what an int8 has, where it is the one before.
 struct Levels {
-  uint8_t level[kMaxHeadSize];
+  uint8_t pair[kMaxHeadSize / 2];  // of channels that are half a group apart
   uint8_t step[kMaxHeadSize / kInt4Group];
   int8_t first[kMaxHeadSize / kInt4Group];
   float scale;
@@ -54,11 +54,15 @@ struct Levels {
       const int32_t room = (kLargestInt8 - least) / by, most = room < kMostLevel ? room : kMostLevel;
       // exact for what is divided here, below 2^9, by no more than 17
       const uint32_t inverse = (0x10000u + static_cast<uint32_t>(by) - 1) / static_cast<uint32_t>(by);
+      uint8_t level[kInt4Group];
       for (int64_t i = 0; i < group.width; i++) {
         const auto distance = static_cast<uint32_t>(from[i] - least + by / 2);
         const auto found = static_cast<int32_t>(distance * inverse >> 16);
-        level[group.begin + i] = static_cast<uint8_t>(found < most ? found : most);
+        level[i] = static_cast<uint8_t>(found < most ? found : most);
       }
+      const int64_t half = group.width / 2;
+      for (int64_t i = 0; i < half; i++)
+        pair[group.begin / 2 + i] = static_cast<uint8_t>(level[i] | level[half + i] << 4);
       step[g] = static_cast<uint8_t>(by);
       first[g] = static_cast<int8_t>(least);
     }
@@ -75,17 +79,11 @@ struct Levels {
   }
 };
 
-static inline uint8_t two_levels(const uint8_t* low, const uint8_t* high) {
-  return static_cast<uint8_t>(*low | *high << 4);
-}
-
 // Writes a token's key, or value, into a tile. No byte there is another token's.
 static inline void store_key_levels(const Problem& p, const float* x, int64_t token, uint8_t* tile) {
   const Levels levels(p, x);
-  for (int64_t i = 0; i < p.head_size; i += 8)
-    for (int64_t j = 0; j < 4; j++)
-      tile[i / 2 * kTile + token * 4 + j] =
-          two_levels(levels.level + i + j, levels.level + i + 4 + j);
+  for (int64_t i = 0; i < p.head_size / 2; i += 4)
+    memcpy(tile + i * kTile + token * 4, levels.pair + i, 4);
   levels.store_scales(p, token, tile);
 }
 
@@ -93,12 +91,7 @@ static inline void store_value_levels(const Problem& p, const float* x, int64_t 
                                       uint8_t* tile) {
   const Levels levels(p, x);
   uint8_t* out = tile + token / 4 * 2 * p.head_size + token % 4;
-  for (int64_t g = 0; g < int4_groups(p.head_size); g++) {
-    const Int4Group group = int4_group(p, g);
-    const uint8_t* from = levels.level + group.begin;
-    for (int64_t i = 0; i < group.width / 2; i++, out += 4)
-      *out = two_levels(from + i, from + group.width / 2 + i);
-  }
+  for (int64_t i = 0; i < p.head_size / 2; i++) out[4 * i] = levels.pair[i];
   levels.store_scales(p, token, tile);
 }
 
@@ -119,12 +112,15 @@ static inline void expand_keys(const Problem& p, const uint8_t* tile, int8_t* ou
     for (int t = 0; t < kTile; t += Vec::kWidth) {
       const Vec::Quads step = Vec::load_quads(reinterpret_cast<const int8_t*>(words[0] + t));
       const Vec::Quads first = Vec::load_quads(reinterpret_cast<const int8_t*>(words[1] + t));
-      for (int64_t i = group.begin; i < group.begin + group.width; i += 8) {
+      const int64_t half = group.width / 2;
+      const uint8_t* from = tile + group.begin / 2 * kTile + t * 4;
+      int8_t* to = out + group.begin * kTile + t * 4;
+      for (int64_t i = 0; i < half; i += 4) {
         const Vec::Quads levels =
-            Vec::load_quads(reinterpret_cast<const int8_t*>(tile + i / 2 * kTile + t * 4));
-        int8_t* to = out + i * kTile + t * 4;
-        Vec::store_quads(to, Vec::add_bytes(Vec::mul_words(Vec::low_halves(levels), step), first));
-        Vec::store_quads(to + 4 * kTile,
+            Vec::load_quads(reinterpret_cast<const int8_t*>(from + i * kTile));
+        Vec::store_quads(to + i * kTile,
+                         Vec::add_bytes(Vec::mul_words(Vec::low_halves(levels), step), first));
+        Vec::store_quads(to + (half + i) * kTile,
                          Vec::add_bytes(Vec::mul_words(Vec::high_halves(levels), step), first));
       }
     }
