@@ -301,8 +301,9 @@ static void attend_keys_amx(const Rows& rows, int64_t first, int64_t last, const
     Tiles<Type> tiles;
     if constexpr (has_scales<Type>())
       for (int i = 0; i < kTilesPerChunk; i++) tiles.value_scale[i] = kNoScales;
+    if constexpr (is_packed<Cached>()) clear_ahead(tiles);
     load_tiles<Cached, true>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
-    if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles);
+    if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles.ahead);
     RegisterChunk<Type, kAhead> chunk{rows,        base,   begin,    end,   tiles, state,
                                       scratch.key, scores, products, copies};
     chunk.collect_values();

@@ -206,7 +206,7 @@ struct CachedTiles {
 // those: the next chunk, also of the next segment, or behind the last one the first chunk of what this
 // thread likely does next. There may be more tiles of it; these are asked for at once.
 template <class Type>
-static inline void look_ahead(const Rows& rows, int64_t base, int64_t end, Tiles<Type>& tiles) {
+static inline void look_ahead(const Rows& rows, int64_t base, int64_t end, int64_t* ahead) {
   const RowBlock& block = rows.block;
   const Reading& reading = rows.reading;
   const CachedTiles<Type> own(rows.p, block.sequence, block.kv_head, reading.own);
@@ -217,27 +217,13 @@ static inline void look_ahead(const Rows& rows, int64_t base, int64_t end, Tiles
   const int64_t first = is_last ? reading.next.first / kChunk * kChunk : base + kChunk;
   for (int i = 0; i < kTilesPerChunk; i++) {
     const int64_t here = base + i * kTile, there = first + i * kTile;
-    tiles.ahead[i] = 0;
+    ahead[i] = 0;
     if (!next.has(there)) continue;
     if (own.has(here) && here < end)
-      tiles.ahead[i] = next.at(there) - own.at(here);
+      ahead[i] = next.at(there) - own.at(here);
     else
       next.ask_for(there);
   }
-}
-
-// Likewise of tiles that are not read where they lie: there is no pointer to go ahead from.
-template <class Type>
-static inline void ask_ahead(const Rows& rows, int64_t base) {
-  const RowBlock& block = rows.block;
-  const Reading& reading = rows.reading;
-  const bool is_last = base + kChunk >= reading.own.last;
-  const CachedTiles<Type> next(rows.p, is_last ? reading.sequence : block.sequence,
-                               is_last ? reading.kv_head : block.kv_head,
-                               is_last ? reading.next : reading.own);
-  const int64_t first = is_last ? reading.next.first / kChunk * kChunk : base + kChunk;
-  for (int i = 0; i < kTilesPerChunk; i++)
-    if (next.has(first + i * kTile)) next.ask_for(first + i * kTile);
 }
 
 // Asks for the first chunk of a block's keys, from key `first` on, where nothing before it did.
@@ -259,15 +245,15 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
                         const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
   const int32_t* table = p.block_table + rows.block.sequence * p.table_width;
-  constexpr bool kAsksWithin = kAhead && !is_packed<Type>();
+  constexpr bool kAsksLater = kAhead && !is_packed<Type>();  // else load_tiles() does
   if constexpr (kAhead) ask_for_first<Type>(rows, first);
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Out> tiles;
-    if constexpr (kAhead && is_packed<Type>()) ask_ahead<Type>(rows, base);
+    if constexpr (is_packed<Type>()) clear_ahead(tiles);
+    if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles.ahead);
     load_tiles<Type, kIsTiled>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
-    if constexpr (kAsksWithin) look_ahead<Out>(rows, base, end, tiles);
-    const Chunk<Out, kAsksWithin> chunk{rows, base, end, tiles, state, scores};
+    const Chunk<Out, kAsksLater> chunk{rows, base, end, tiles, state, scores};
     for (int64_t row = 0; row < rows.count; row += kScoreRows)
       chunk.attend(row, min_of(rows.count - row, kScoreRows));
   }

@@ -1,6 +1,6 @@
-// An int4 cache: int8 in coarser steps, which becomes int8 again where it is read, chunk by chunk, in
-// scratch. So everything behind that is as with an int8 cache: see quads_impl.h. Compiled once per
-// instruction set.
+// An int4 cache: int8 in coarser steps, which becomes int8 again where it is read, chunk by chunk,
+// in scratch. So everything behind that is as with an int8 cache: see quads_impl.h. Compiled once
+// per instruction set.
 #pragma once
 
 #include "vectors_impl.h"
@@ -29,9 +29,9 @@ static inline int64_t int4_scales_at(const Problem& p) {
   return int4_steps_at(p, int4_groups(p.head_size));
 }
 
-// A token's levels, and what makes int8 of them. A level is a distance from the least number in steps,
-// rounded to the nearest; the largest may lie up to seven behind the last level, or the last level
-// behind what an int8 has, where it is the one before.
+// A token's levels, and what makes int8 of them. A level is a distance from the least number in
+// steps, rounded to the nearest; the largest may lie up to seven behind the last level, or the last
+// level behind what an int8 has, where it is the one before.
 struct Levels {
   uint8_t pair[kMaxHeadSize / 2];  // of channels that are half a group apart
   uint8_t step[kMaxHeadSize / kInt4Group];
@@ -51,9 +51,11 @@ struct Levels {
       }
       const int32_t nearest = (largest - least + kMostLevel / 2) / kMostLevel;
       const int32_t by = nearest > 1 ? nearest : 1;
-      const int32_t room = (kLargestInt8 - least) / by, most = room < kMostLevel ? room : kMostLevel;
+      const int32_t room = (kLargestInt8 - least) / by,
+                    most = room < kMostLevel ? room : kMostLevel;
       // exact for what is divided here, below 2^9, by no more than 17
-      const uint32_t inverse = (0x10000u + static_cast<uint32_t>(by) - 1) / static_cast<uint32_t>(by);
+      const uint32_t inverse =
+          (0x10000u + static_cast<uint32_t>(by) - 1) / static_cast<uint32_t>(by);
       uint8_t level[kInt4Group];
       for (int64_t i = 0; i < group.width; i++) {
         const auto distance = static_cast<uint32_t>(from[i] - least + by / 2);
@@ -80,7 +82,8 @@ struct Levels {
 };
 
 // Writes a token's key, or value, into a tile. No byte there is another token's.
-static inline void store_key_levels(const Problem& p, const float* x, int64_t token, uint8_t* tile) {
+static inline void store_key_levels(const Problem& p, const float* x, int64_t token,
+                                    uint8_t* tile) {
   const Levels levels(p, x);
   for (int64_t i = 0; i < p.head_size / 2; i += 4)
     memcpy(tile + i * kTile + token * 4, levels.pair + i, 4);
@@ -95,29 +98,24 @@ static inline void store_value_levels(const Problem& p, const float* x, int64_t 
   levels.store_scales(p, token, tile);
 }
 
-// Four bytes that are the same one.
-static inline uint32_t four_bytes(uint8_t x) { return x * 0x01010101u; }
-
-// The keys of a tile as int8 quads. A step is no more than 17, so that 15 times it fits into a byte,
-// and one multiplication of 16 bits is two of bytes.
-static inline void expand_keys(const Problem& p, const uint8_t* tile, int8_t* out) {
+// The keys of a tile as int8 quads. A step is no more than 17, so that 15 times it fits into a
+// byte, and one multiplication of 16 bits is two of bytes. The tile that is `ahead` bytes further on is asked
+// for meanwhile, if any.
+template <bool kAhead>
+static inline void expand_keys(const Problem& p, const uint8_t* tile, int64_t ahead, int8_t* out) {
   for (int64_t g = 0; g < int4_groups(p.head_size); g++) {
     const Int4Group group = int4_group(p, g);
     const uint8_t* steps = tile + int4_steps_at(p, g);
-    uint32_t words[2][kTile];  // of each token, its step as two words, and its first as four bytes
-    for (int t = 0; t < kTile; t++) {
-      words[0][t] = steps[t] * 0x00010001u;
-      words[1][t] = four_bytes(steps[kTile + t]);
-    }
     for (int t = 0; t < kTile; t += Vec::kWidth) {
-      const Vec::Quads step = Vec::load_quads(reinterpret_cast<const int8_t*>(words[0] + t));
-      const Vec::Quads first = Vec::load_quads(reinterpret_cast<const int8_t*>(words[1] + t));
+      const Vec::Quads step = Vec::words_of(steps + t), first = Vec::quads_of(steps + kTile + t);
+      if (kAhead) prefetch_ahead(steps + t, ahead);
       const int64_t half = group.width / 2;
       const uint8_t* from = tile + group.begin / 2 * kTile + t * 4;
       int8_t* to = out + group.begin * kTile + t * 4;
       for (int64_t i = 0; i < half; i += 4) {
         const Vec::Quads levels =
             Vec::load_quads(reinterpret_cast<const int8_t*>(from + i * kTile));
+        if (kAhead) prefetch_ahead(from + i * kTile, ahead);
         Vec::store_quads(to + i * kTile,
                          Vec::add_bytes(Vec::mul_words(Vec::low_halves(levels), step), first));
         Vec::store_quads(to + (half + i) * kTile,
@@ -127,22 +125,15 @@ static inline void expand_keys(const Problem& p, const uint8_t* tile, int8_t* ou
   }
 }
 
-// What makes int8 of four tokens' levels: the steps of the first and third token, of the second and
-// fourth, and the firsts.
-struct ValueSteps {
-  uint32_t even, odd, first;
-
-  explicit ValueSteps(const uint8_t* steps)
-      : even(steps[0] | uint32_t{steps[2]} << 16), odd(steps[1] | uint32_t{steps[3]} << 16) {
-    memcpy(&first, steps + kTile, sizeof first);
-  }
-};
-
-static inline Vec::Quads set1_word(uint32_t word) {
-  const float bits = bits_float(word);
+// Four bytes in each quad.
+static inline Vec::Quads set1_bytes(const uint8_t* p) {
+  float bits;
+  memcpy(&bits, p, sizeof bits);
   return Vec::set1_quad(&bits);
 }
 
+// Of steps, even ones are words that bytes in low places are multiplied with, and odd ones
+// likewise.
 static inline Vec::Quads values_of(Vec::Quads levels, Vec::Quads even, Vec::Quads odd,
                                    Vec::Quads first) {
   const Vec::Quads products = Vec::add_bytes(Vec::mul_words(Vec::even_bytes(levels), even),
@@ -151,10 +142,13 @@ static inline Vec::Quads values_of(Vec::Quads levels, Vec::Quads even, Vec::Quad
 }
 
 // The values of a tile as int8 quads, `stride` bytes from one of tokens to the next.
-static inline void expand_values(const Problem& p, const uint8_t* tile, int64_t stride, int8_t* out) {
+template <bool kAhead>
+static inline void expand_values(const Problem& p, const uint8_t* tile, int64_t ahead,
+                                 int64_t stride, int8_t* out) {
   for (int64_t g = 0; g < int4_groups(p.head_size); g++) {
     const Int4Group group = int4_group(p, g);
     const int64_t half = group.width / 2;
+    if (kAhead) prefetch_ahead(tile + int4_steps_at(p, g), ahead);
     for (int64_t quad = 0; quad < kTile / 4; quad++) {
       const uint8_t* steps = tile + int4_steps_at(p, g) + quad * 4;
       const uint8_t* from = tile + quad * 2 * p.head_size + group.begin * 2;
@@ -167,11 +161,11 @@ static inline void expand_values(const Problem& p, const uint8_t* tile, int64_t 
         }
         continue;
       }
-      const ValueSteps words(steps);
-      const Vec::Quads even = set1_word(words.even), odd = set1_word(words.odd);
-      const Vec::Quads first = set1_word(words.first);
+      const Vec::Quads all = set1_bytes(steps), first = set1_bytes(steps + kTile);
+      const Vec::Quads even = Vec::even_bytes(all), odd = Vec::high_bytes(all);
       for (int64_t i = 0; i < half; i += Vec::kWidth) {
         const Vec::Quads levels = Vec::load_quads(reinterpret_cast<const int8_t*>(from + i * 4));
+        if (kAhead) prefetch_ahead(from + i * 4, ahead);
         Vec::store_quads(to + i * 4, values_of(Vec::low_halves(levels), even, odd, first));
         Vec::store_quads(to + (half + i) * 4,
                          values_of(Vec::high_halves(levels), even, odd, first));
@@ -193,8 +187,15 @@ struct TileSource<Int4, true> {
     const int64_t tile_floats = kTile / 4 * row;
     auto* keys = reinterpret_cast<int8_t*>(scratch.key + 2 * kTile * row + i * tile_floats);
     auto* values = reinterpret_cast<int8_t*>(scratch.value + kTile * row + i * tile_floats);
-    expand_keys(p, key, keys);
-    expand_values(p, value, 4 * row, values);
+    if (const int64_t ahead = out.ahead[i]) {
+      prefetch_ahead(key + int4_scales_at(p), ahead);
+      prefetch_ahead(value + int4_scales_at(p), ahead);
+      expand_keys<true>(p, key, ahead, keys);
+      expand_values<true>(p, value, ahead, 4 * row, values);
+    } else {
+      expand_keys<false>(p, key, 0, keys);
+      expand_values<false>(p, value, 0, 4 * row, values);
+    }
     out.key[i] = keys;
     out.value[i] = values;
     out.value_stride[i] = 4 * row;
