@@ -122,8 +122,9 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         default="auto",
         metavar="TYPE",
-        help="of the KV cache: auto (default), fp32, fp16, bf16 or int8, as far as the provider "
-        "has it; `onnxport devices` lists what it has, `onnxport verify` what each one costs",
+        help="of the KV cache: auto (default), fp32, fp16, bf16, int8 or int4, as far as the "
+        "provider has it; `onnxport devices` lists what it has, `onnxport verify` what each one "
+        "costs",
     )
     group.add_argument(
         "--max-model-len",
