@@ -47,6 +47,30 @@ struct Split {
   int32_t* places;
 };
 
+// Five steps down: edges, none above the one before. Of values between the second and the fifth
+// the weights are summed up, of those near the others and near the middle there is a list.
+struct Ladder {
+  static constexpr int kEdges = 6;
+  float edges[kEdges];
+
+  // Values from the lower edge of a step up to, and without, its upper one.
+  Bracket step(int number) const { return {edges[number + 1], edges[number]}; }
+};
+
+// What a ladder finds.
+struct Steps {
+  double above;    // the sum of the weights on the second step
+  double rest;     // on the third and the fourth one
+  int64_t size;    // how many are on the first, the third and the fifth one
+  float* found;    // them, as gather does
+  int32_t* places;
+};
+
+// Of some values the sums of the weights, and of the weights times their logarithms to the base 2.
+struct Totals {
+  double weights, logs;
+};
+
 // Of the finite ones of some values, as far as they are below the largest of all.
 struct Moments {
   double sum, squares, count;
@@ -88,6 +112,14 @@ struct Kernels {
   // `ahead` are brought near; null: none.
   double (*split)(const float* values, int64_t count, float least, Weighing weighing,
                   const Bracket* brackets, const float* ahead, Split& split);
+
+  // Sums weights up and lists values by the steps of a ladder, whose lowest edge is above -inf.
+  // Every 64 weights are summed up in float, and these sums in double.
+  void (*climb)(const float* values, int64_t count, Weighing weighing, const Ladder& ladder,
+                const float* ahead, Steps& steps);
+
+  // The totals of values[count], summed up likewise.
+  Totals (*totals)(const float* values, int64_t count, Weighing weighing);
 
   // As gather: the values of a bracket.
   int64_t (*gather_between)(const float* values, int64_t count, Bracket bracket, float* found,

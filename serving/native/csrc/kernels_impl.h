@@ -204,6 +204,95 @@ double split(const float* values, int64_t count, float least, Weighing by,
   return total;
 }
 
+// The sums of sixteen lanes in double precision.
+class Sums {
+ public:
+  void operator+=(const Vec& x) {
+    for (int p = 0; p < kParts; p++) {
+      Half half[2];
+      memcpy(half, &x.part[p], sizeof half);
+      for (int i = 0; i < 2; i++) part_[2 * p + i] += __builtin_convertvector(half[i], Doubles);
+    }
+  }
+
+  double total() const {
+    double lanes[kLanes], total = 0.0;
+    memcpy(lanes, part_, sizeof lanes);
+    for (int i = 0; i < kLanes; i++) total += lanes[i];
+    return total;
+  }
+
+ private:
+  typedef float Half __attribute__((vector_size(kBytes / 2)));
+  typedef double Doubles __attribute__((vector_size(kBytes)));
+  Doubles part_[2 * kParts] = {};
+};
+
+constexpr int64_t kTogether = 64;  // values whose weights are summed up in float
+
+void climb(const float* values, int64_t count, Weighing by, const onnxport::Ladder& ladder,
+           const float* ahead, onnxport::Steps& steps) {
+  constexpr int kEdges = onnxport::Ladder::kEdges;
+  if (!ahead) ahead = values;
+  Vec edges[kEdges];
+  for (int e = 0; e < kEdges; e++) edges[e] = splat(ladder.edges[e]);
+  Sums above, rest;
+  int64_t size = 0;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    float weights[kChunk];  // all come first, as in `split`
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
+      __builtin_prefetch(ahead + place);
+      store(weights + (place - begin), weight(x, by.maximum, by.scale));
+    });
+    for (int64_t first = begin; first < end; first += kTogether) {
+      const int64_t last = first + kTogether < end ? first + kTogether : end;
+      Vec second = splat(0.f), others = second;
+      sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
+        const Vec w = load(weights + (place - begin));
+        uint32_t bits = 0;
+        for (int p = 0; p < kParts; p++) {
+          Found from[kEdges];
+          for (int e = 0; e < kEdges; e++) from[e] = reaches(x.part[p], edges[e].part[p]);
+          second.part[p] = add_where(second.part[p], without(from[2], from[1]), w.part[p]);
+          others.part[p] = add_where(others.part[p], without(from[4], from[2]), w.part[p]);
+          const Found listed = static_cast<Found>(
+              without(from[1], from[0]) | without(from[3], from[2]) | without(from[5], from[4]));
+          bits |= bits_of(listed) << (p * kPartLanes);
+        }
+        size = append_places(bits, place, steps.places, size);
+      });
+      above += second;
+      rest += others;
+    }
+  }
+  steps.above = above.total();
+  steps.rest = rest.total();
+  fetch(values, steps.places, size, steps.found);
+  steps.size = size;
+}
+
+onnxport::Totals totals(const float* values, int64_t count, Weighing by) {
+  const Floats least = Floats{} - 127.f;  // what is less weighs nothing
+  Sums weights, logs;
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t last = first + kTogether < count ? first + kTogether : count;
+    Vec sum = splat(0.f), products = sum;
+    sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
+      __builtin_prefetch(values + place + kAhead);
+      for (int p = 0; p < kParts; p++) {
+        const Floats log = (x.part[p] - by.maximum) * by.scale;
+        const Floats w = part_exp2(log);
+        sum.part[p] += w;
+        products.part[p] += w * (log > least ? log : least);
+      }
+    });
+    weights += sum;
+    logs += products;
+  }
+  return {weights.total(), logs.total()};
+}
+
 int64_t gather_between(const float* values, int64_t count, onnxport::Bracket bracket, float* found,
                        int32_t* places) {
   const Vec lower = splat(bracket.lower), upper = splat(bracket.upper);
@@ -284,6 +373,6 @@ int64_t count_bits(const uint32_t* mask, int64_t words) {
 
 constexpr onnxport::Kernels kKernels{
     ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
-    gather_bucket, split, gather_between, copy_allowed, before, moments, count_bits};
+    gather_bucket, split, climb, totals, gather_between, copy_allowed, before, moments, count_bits};
 
 }  // namespace

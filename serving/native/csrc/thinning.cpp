@@ -2,97 +2,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+
+#include "typical.h"
 
 namespace onnxport {
 namespace {
 
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr double kHead = 10.0;    // exp(-10): tokens that are looked at first
 constexpr double kLog2E = 1.4426950408889634;
-
-// How far the surprise of tokens, -log p, is from what it is on average.
-class Surprise {
- public:
-  Surprise(const Candidates& all, const std::vector<float>& weights, Weighing by)
-      : values_(all.values),
-        maximum_(static_cast<double>(by.maximum)),
-        per_unit_(static_cast<double>(by.scale) / kLog2E) {
-    constexpr int64_t kLanes = 4;  // sums that do not wait for each other
-    double totals[kLanes] = {}, sums[kLanes] = {};
-    for (int64_t i = 0; i < all.size; i++) {
-      const double weight = weights[static_cast<size_t>(i)];
-      totals[i % kLanes] += weight;
-      sums[i % kLanes] += weight * exponent(all.values[i]);
-    }
-    total_ = (totals[0] + totals[1]) + (totals[2] + totals[3]);
-    average_ = ((sums[0] + sums[1]) + (sums[2] + sums[3])) / total_;
-  }
-
-  double total() const { return total_; }  // of all weights
-  bool is_likelier(int64_t i) const { return exponent(values_[i]) > average_; }
-  double distance(int64_t i) const { return distance_of(values_[i]); }
-  double distance_of(float value) const { return std::fabs(average_ - exponent(value)); }
-
-  // Whether a token comes before another one: the nearer one, of two the likelier one, of equals
-  // the one that lies nearer in the order of the values.
-  bool is_before(int64_t one, int64_t other) const {
-    const double mine = distance(one), its = distance(other);
-    if (mine != its) return mine < its;
-    const bool likelier = is_likelier(one);
-    if (likelier != is_likelier(other)) return likelier;
-    return likelier ? one > other : one < other;
-  }
-
- private:
-  // The logarithm of a weight.
-  double exponent(float value) const { return (static_cast<double>(value) - maximum_) * per_unit_; }
-
-  const float* values_;
-  double maximum_, per_unit_, total_, average_;
-};
-
-// The tokens whose surprise is nearest to what it is on average, as many as have at least the share
-// `wanted` of all weights, in their order (Meister et al., Locally Typical Sampling, 2022). They
-// are counted out into buckets by their distance, and sorted where the last one is.
-Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, double wanted,
-                   Scratch& s) {
-  s.weights.resize(static_cast<size_t>(all.size));
-  kernels.weigh(all.values, all.size, by, s.weights.data());
-  const Surprise surprise(all, s.weights, by);
-  const Range range = kernels.scan(all.values, all.size);
-  const double widest =
-      std::max(surprise.distance_of(range.maximum), surprise.distance_of(range.minimum));
-  const double per_unit = widest > 0.0 ? kBuckets / widest : 0.0;
-  const auto bucket_of = [&](int64_t i) {
-    const double bucket = surprise.distance(i) * per_unit;
-    return bucket < kBuckets - 1 ? static_cast<int32_t>(bucket) : kBuckets - 1;
-  };
-  double masses[kBuckets] = {};
-  for (int64_t i = 0; i < all.size; i++) masses[bucket_of(i)] += s.weights[static_cast<size_t>(i)];
-  const double target = wanted * surprise.total();
-  double found = 0.0;
-  int32_t last = 0;
-  while (last < kBuckets - 1 && found + masses[last] < target) found += masses[last++];
-  s.members.clear();
-  for (int64_t i = 0; i < all.size; i++)
-    if (bucket_of(i) == last) s.members.push_back(i);
-  std::sort(s.members.begin(), s.members.end(),
-            [&](int64_t one, int64_t other) { return surprise.is_before(one, other); });
-  size_t taken = 0;
-  while (taken < s.members.size() && found < target) {
-    found += s.weights[static_cast<size_t>(s.members[taken++])];
-  }
-  std::sort(s.members.begin(), s.members.begin() + static_cast<int64_t>(taken));
-  Shelf& shelf = s.typical;
-  shelf.make_room(all.size);
-  size_t size = 0, next = 0;
-  for (int64_t i = 0; i < all.size; i++) {
-    const bool is_taken = next < taken && s.members[next] == i;
-    next += is_taken;
-    shelf.values[size] = all.values[i];
-    shelf.places[size] = all.place(i);
-    size += is_taken || bucket_of(i) < last;
-  }
-  return shelf.first(static_cast<int64_t>(size));
-}
+constexpr double kWidest = 0.25;  // a bracket of a larger part of all saves nothing
+constexpr double kRounding = 1e-4;  // of logarithms of weights
 
 // The likely choices of some candidates: those of at least a share of the weights.
 struct Choices {
@@ -149,6 +70,112 @@ int32_t draw_others(const Kernels& kernels, const Candidates& all, Weighing by, 
   return end.place >= 0 && stop.sum > total ? end.place : stop.place;
 }
 
+// Drawing from many candidates of which XTC leaves out the likely choices: those that it leaves are
+// below a value, and perhaps one that comes before them. A sample tells where the number leads.
+class Others {
+ public:
+  Others(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by, Scratch& s)
+      : kernels_(kernels), row_(row), all_(all), by_(by), s_(s) {}
+
+  // False if it takes a look at all of them.
+  bool draw(double threshold, double number, int32_t& place) {
+    if (!leave_out(threshold)) return false;
+    const Sample sample(kernels_, all_, by_, s_);
+    if (!sample.is_good()) return false;
+    const bool is_near = look_around(sample, number);
+    s_.split.make_room(all_.size);
+    Steps steps{0.0, 0.0, 0, s_.split.values.data(), s_.split.places.data()};
+    kernels_.climb(all_.values, all_.size, by_, ladder_, s_.ahead, steps);
+    const double target = number * (first_ + steps.above + steps.rest) - first_;
+    if (target < 0.0) {
+      place = least_likely_;
+      return true;
+    }
+    if (!is_near) return find(head(sample), target, place);
+    if (target < steps.above) return false;
+    Shelf& shelf = s_.bracketed;
+    shelf.make_room(steps.size);
+    const int64_t size = kernels_.gather_between(steps.found, steps.size, ladder_.step(2),
+                                                 shelf.values.data(), shelf.places.data());
+    for (int64_t i = 0; i < size; i++) {
+      int32_t& at = shelf.places[static_cast<size_t>(i)];
+      at = all_.place(steps.places[at]);
+    }
+    return find(shelf.first(size), target - steps.above, place);
+  }
+
+ private:
+  // Finds the likely choices, and what is left; false: there are too many.
+  bool leave_out(double threshold) {
+    const double bound = threshold * kernels_.totals(all_.values, all_.size, by_).weights;
+    if (bound > 1.0) return true;  // no weight is larger than 1
+    const double log = std::log2(bound) - kRounding;
+    const double least = static_cast<double>(by_.maximum) + log / static_cast<double>(by_.scale);
+    if (!(least > kLowest)) return false;
+    const Candidates likely =
+        reaching(kernels_, row_, all_, static_cast<float>(least), s_.bracketed);
+    if (likely.size > kMany) return false;
+    const Choices choices = choices_of(kernels_, likely, by_, bound);
+    if (choices.last < 0) return true;
+    by_.maximum = upper_ = choices.least;
+    least_likely_ = likely.place(choices.last);
+    first_ = 1.0;
+    return true;
+  }
+
+  // Looks where the number leads; false: the sample does not tell.
+  bool look_around(const Sample& sample, double number) {
+    float* const edges = ladder_.edges;
+    std::fill(edges, edges + 2, upper_);
+    std::fill(edges + 2, edges + Ladder::kEdges, kLowest);
+    const double before = sample.above(static_cast<double>(upper_)), left = 1.0 - before;
+    const double margin = sample.margin(number) * std::sqrt(left);
+    if (!(left > 0.0) || 2.0 * margin > kWidest * left) return false;
+    const double part = before + left * number;
+    const float high = static_cast<float>(sample.value_above(part - margin));
+    const float low = static_cast<float>(sample.value_above(part + margin));
+    edges[2] = std::max(kLowest, std::min(edges[1], high));
+    edges[3] = std::max(kLowest, std::min(edges[2], low));
+    return true;
+  }
+
+  // The likeliest of those that are left.
+  Candidates head(const Sample& sample) {
+    const double top = std::min(upper_, by_.maximum);
+    const double least = std::max(top - kHead * kLog2E / static_cast<double>(by_.scale),
+                                  sample.value_of(kMany, static_cast<double>(upper_)));
+    const Candidates all =
+        reaching(kernels_, row_, all_, static_cast<float>(least), s_.bracketed);
+    Shelf& shelf = s_.others;
+    shelf.make_room(all.size);
+    size_t size = 0;
+    for (int64_t i = 0; i < all.size; i++) {
+      shelf.values[size] = all.values[i];
+      shelf.places[size] = all.place(i);
+      size += all.values[i] < upper_;
+    }
+    return shelf.first(static_cast<int64_t>(size));
+  }
+
+  bool find(const Candidates& few, double target, int32_t& place) const {
+    if (few.size == 0) return false;
+    const Descent descent(kernels_, few, kernels_.scan(few.values, few.size), by_, s_);
+    if (target >= descent.total()) return false;
+    place = descent.find(target).place;
+    return true;
+  }
+
+  const Kernels& kernels_;
+  const Row& row_;
+  const Candidates& all_;
+  Weighing by_;  // of what is left
+  Scratch& s_;
+  float upper_ = INFINITY;     // what is left is below
+  double first_ = 0.0;         // the weight of the choice that is left, too: 1, or none
+  int32_t least_likely_ = -1;  // its place
+  Ladder ladder_;
+};
+
 }  // namespace
 
 float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
@@ -159,16 +186,29 @@ float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
   return static_cast<float>(maximum - deviations * std::sqrt(variance));
 }
 
-int32_t draw_thinned(const Kernels& kernels, const Candidates& kept, Weighing by,
+int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& kept, Weighing by,
                      const Request& request, Scratch& s) {
-  const bool is_typical = request.typical_p < 1.0;
-  const Candidates all = is_typical ? typical(kernels, kept, by, request.typical_p, s) : kept;
+  Candidates all = kept;
+  int32_t place;
+  if (request.typical_p < 1.0) {
+    if (kept.size <= kMany) {
+      all = typical(kernels, kept, by, request.typical_p, s);
+    } else if (thin_or_draw(kernels, row, kept, by, request, s, all, place)) {
+      return place;
+    }
+    if (all.size == 0) all = kept;  // what the model told of the row is wrong
+  }
+  const bool has_xtc = request.xtc_threshold <= 1.0;
+  if (has_xtc && request.top_p == 1.0 && all.size > kMany) {
+    Others others(kernels, row, all, by, s);
+    if (others.draw(request.xtc_threshold, request.uniform, place)) return place;
+  }
   const Descent descent(kernels, all, kernels.scan(all.values, all.size), by, s);
   Descent::Stop last{-1, descent.total()};
   if (request.top_p < 1.0) {
     last = descent.find(std::nextafter(request.top_p * descent.total(), 0.0));
   }
-  if (request.xtc_threshold <= 1.0) return draw_others(kernels, all, by, last, request, s);
+  if (has_xtc) return draw_others(kernels, all, by, last, request, s);
   const Descent::Stop stop = descent.find(request.uniform * last.sum);
   return last.place >= 0 && stop.sum > last.sum ? last.place : stop.place;
 }

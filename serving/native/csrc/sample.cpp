@@ -1,0 +1,102 @@
+#include "sample.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace onnxport {
+namespace {
+
+constexpr int64_t kLeastSample = 512;  // values; fewer say nothing
+constexpr double kDeviations = 3.0;    // how far a sample may be wrong
+constexpr int kHalvings = 30;
+
+}  // namespace
+
+void take_sample(const float* values, int64_t count, Scratch& s) {
+  constexpr int64_t kRun = 16;
+  s.sample.clear();
+  for (int64_t i = 0; i + kRun <= count; i += kEvery * kRun) {
+    s.sample.insert(s.sample.end(), values + i, values + i + kRun);
+  }
+}
+
+Sample::Sample(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
+  take_sample(all.values, all.size, s);
+  const int64_t size = static_cast<int64_t>(s.sample.size());
+  if (size < kLeastSample) return;
+  const Range range = kernels.scan(s.sample.data(), size);
+  if (!is_divisible(range)) return;
+  bucketing_ = divide(range);
+  std::fill_n(masses_, kBuckets + 1, 0.0);
+  std::fill_n(counts_, kBuckets + 1, 0);
+  int32_t buckets[kChunk];
+  float weights[kChunk];
+  double squares = 0.0;
+  for (int64_t begin = 0; begin < size; begin += kChunk) {
+    const int64_t count = std::min(kChunk, size - begin);
+    kernels.bucket(s.sample.data() + begin, count, bucketing_, buckets);
+    kernels.weigh(s.sample.data() + begin, count, by, weights);
+    for (int64_t i = 0; i < count; i++) {
+      const double weight = weights[i];
+      masses_[buckets[i] + 1] += weight;
+      counts_[buckets[i] + 1]++;
+      squares += weight * weight;
+    }
+  }
+  for (int32_t i = 0; i < kBuckets; i++) {
+    masses_[i + 1] += masses_[i];
+    counts_[i + 1] += counts_[i];
+  }
+  const double total = masses_[kBuckets];
+  if (!(total > 0.0 && total < INFINITY)) return;
+  total_ = total;
+  effective_ = total * total / squares;  // Kish, Survey Sampling, 1965
+}
+
+double Sample::margin(double part) const {
+  return kDeviations * std::sqrt(part * (1.0 - part) / effective_);
+}
+
+double Sample::place_of(double value) const {
+  const double place = (static_cast<double>(bucketing_.top) - value) * bucketing_.per_unit;
+  return std::min(std::max(place, 0.0), static_cast<double>(kBuckets));
+}
+
+double Sample::above(double value) const {
+  const double place = place_of(value);
+  const int32_t bucket = std::min(static_cast<int32_t>(place), kBuckets - 1);
+  const double mass = masses_[bucket + 1] - masses_[bucket];
+  return (masses_[bucket] + mass * (place - bucket)) / total_;
+}
+
+double Sample::value_above(double part) const {
+  const double wanted = part * total_;
+  if (wanted >= total_) return -INFINITY;
+  const auto end = std::upper_bound(masses_ + 1, masses_ + kBuckets, wanted);
+  const double mass = *end - end[-1];
+  const double within = mass > 0.0 ? (wanted - end[-1]) / mass : 0.0;
+  const double place = static_cast<double>(end - 1 - masses_) + std::max(0.0, within);
+  return static_cast<double>(bucketing_.top) - place / bucketing_.per_unit;
+}
+
+double Sample::reach(double centre, double part) const {
+  if (part >= 1.0) return INFINITY;
+  double low = 0.0, high = 2.0 * kBuckets / bucketing_.per_unit;
+  for (int i = 0; i < kHalvings; i++) {
+    const double middle = 0.5 * (low + high);
+    const bool has = above(centre - middle) - above(centre + middle) >= part;
+    (has ? high : low) = middle;
+  }
+  return 0.5 * (low + high);
+}
+
+double Sample::value_of(int64_t size, double upper) const {
+  const int32_t first = static_cast<int32_t>(place_of(upper));
+  const int64_t wanted = counts_[first] + size / kEvery;
+  const auto end = std::upper_bound(counts_ + first, counts_ + kBuckets + 1, wanted);
+  if (end > counts_ + kBuckets) return -INFINITY;
+  const double bucket = static_cast<double>(end - 1 - counts_);
+  return static_cast<double>(bucketing_.top) - bucket / bucketing_.per_unit;
+}
+
+}  // namespace onnxport
