@@ -114,9 +114,10 @@ struct Kernels {
                   const Bracket* brackets, const float* ahead, Split& split);
 
   // Sums weights up and lists values by the steps of a ladder, whose lowest edge is above -inf.
-  // Every 64 weights are summed up in float, and these sums in double.
+  // Every 64 weights are summed up in float, and these sums in double. As many values of `ahead`
+  // are brought near; null: none. With the totals of all; null: without.
   void (*climb)(const float* values, int64_t count, Weighing weighing, const Ladder& ladder,
-                const float* ahead, Steps& steps);
+                const float* ahead, Steps& steps, Totals* totals);
 
   // The totals of values[count], summed up likewise.
   Totals (*totals)(const float* values, int64_t count, Weighing weighing);

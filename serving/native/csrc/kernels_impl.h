@@ -230,50 +230,69 @@ class Sums {
 
 constexpr int64_t kTogether = 64;  // values whose weights are summed up in float
 
-void climb(const float* values, int64_t count, Weighing by, const onnxport::Ladder& ladder,
-           const float* ahead, onnxport::Steps& steps) {
+// A part of some weights times their logarithms; what weighs nothing has none.
+static inline Floats part_logs(Floats weights, Floats logs) {
+  const Floats least = Floats{} - 127.f;
+  return weights * (logs > least ? logs : least);
+}
+
+template <bool kWithTotals>
+static inline void climb_by(const float* values, int64_t count, Weighing by,
+                            const onnxport::Ladder& ladder, const float* ahead,
+                            onnxport::Steps& steps, onnxport::Totals* totals) {
   constexpr int kEdges = onnxport::Ladder::kEdges;
-  if (!ahead) ahead = values;
   Vec edges[kEdges];
   for (int e = 0; e < kEdges; e++) edges[e] = splat(ladder.edges[e]);
-  Sums above, rest;
+  Sums above, rest, weights, logs;
   int64_t size = 0;
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    float weights[kChunk];  // all come first, as in `split`
-    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t last = first + kTogether < count ? first + kTogether : count;
+    Vec second = splat(0.f), others = second, sum = second, products = second;
+    sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
       __builtin_prefetch(ahead + place);
-      store(weights + (place - begin), weight(x, by.maximum, by.scale));
-    });
-    for (int64_t first = begin; first < end; first += kTogether) {
-      const int64_t last = first + kTogether < end ? first + kTogether : end;
-      Vec second = splat(0.f), others = second;
-      sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
-        const Vec w = load(weights + (place - begin));
-        uint32_t bits = 0;
-        for (int p = 0; p < kParts; p++) {
-          Found from[kEdges];
-          for (int e = 0; e < kEdges; e++) from[e] = reaches(x.part[p], edges[e].part[p]);
-          second.part[p] = add_where(second.part[p], without(from[2], from[1]), w.part[p]);
-          others.part[p] = add_where(others.part[p], without(from[4], from[2]), w.part[p]);
-          const Found listed = static_cast<Found>(
-              without(from[1], from[0]) | without(from[3], from[2]) | without(from[5], from[4]));
-          bits |= bits_of(listed) << (p * kPartLanes);
+      uint32_t bits = 0;
+      for (int p = 0; p < kParts; p++) {
+        const Floats log = (x.part[p] - by.maximum) * by.scale;
+        const Floats w = part_exp2(log);
+        Found from[kEdges];
+        for (int e = 0; e < kEdges; e++) from[e] = reaches(x.part[p], edges[e].part[p]);
+        second.part[p] = add_where(second.part[p], without(from[2], from[1]), w);
+        others.part[p] = add_where(others.part[p], without(from[4], from[2]), w);
+        if (kWithTotals) {
+          sum.part[p] += w;
+          products.part[p] += part_logs(w, log);
         }
-        size = append_places(bits, place, steps.places, size);
-      });
-      above += second;
-      rest += others;
+        const Found listed = static_cast<Found>(
+            without(from[1], from[0]) | without(from[3], from[2]) | without(from[5], from[4]));
+        bits |= bits_of(listed) << (p * kPartLanes);
+      }
+      size = append_places(bits, place, steps.places, size);
+    });
+    above += second;
+    rest += others;
+    if (kWithTotals) {
+      weights += sum;
+      logs += products;
     }
   }
   steps.above = above.total();
   steps.rest = rest.total();
-  fetch(values, steps.places, size, steps.found);
   steps.size = size;
+  fetch(values, steps.places, size, steps.found);
+  if (kWithTotals) *totals = {weights.total(), logs.total()};
+}
+
+void climb(const float* values, int64_t count, Weighing by, const onnxport::Ladder& ladder,
+           const float* ahead, onnxport::Steps& steps, onnxport::Totals* totals) {
+  if (!ahead) ahead = values;
+  if (totals) {
+    climb_by<true>(values, count, by, ladder, ahead, steps, totals);
+  } else {
+    climb_by<false>(values, count, by, ladder, ahead, steps, nullptr);
+  }
 }
 
 onnxport::Totals totals(const float* values, int64_t count, Weighing by) {
-  const Floats least = Floats{} - 127.f;  // what is less weighs nothing
   Sums weights, logs;
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t last = first + kTogether < count ? first + kTogether : count;
@@ -284,7 +303,7 @@ onnxport::Totals totals(const float* values, int64_t count, Weighing by) {
         const Floats log = (x.part[p] - by.maximum) * by.scale;
         const Floats w = part_exp2(log);
         sum.part[p] += w;
-        products.part[p] += w * (log > least ? log : least);
+        products.part[p] += part_logs(w, log);
       }
     });
     weights += sum;

@@ -7,7 +7,6 @@ namespace onnxport {
 namespace {
 
 constexpr int64_t kLeastSample = 512;  // values; fewer say nothing
-constexpr double kDeviations = 3.0;    // how far a sample may be wrong
 constexpr int kHalvings = 30;
 
 }  // namespace
@@ -28,10 +27,10 @@ Sample::Sample(const Kernels& kernels, const Candidates& all, Weighing by, Scrat
   if (!is_divisible(range)) return;
   bucketing_ = divide(range);
   std::fill_n(masses_, kBuckets + 1, 0.0);
+  std::fill_n(squares_, kBuckets + 1, 0.0);
   std::fill_n(counts_, kBuckets + 1, 0);
   int32_t buckets[kChunk];
   float weights[kChunk];
-  double squares = 0.0;
   for (int64_t begin = 0; begin < size; begin += kChunk) {
     const int64_t count = std::min(kChunk, size - begin);
     kernels.bucket(s.sample.data() + begin, count, bucketing_, buckets);
@@ -39,22 +38,38 @@ Sample::Sample(const Kernels& kernels, const Candidates& all, Weighing by, Scrat
     for (int64_t i = 0; i < count; i++) {
       const double weight = weights[i];
       masses_[buckets[i] + 1] += weight;
+      squares_[buckets[i] + 1] += weight * weight;
       counts_[buckets[i] + 1]++;
-      squares += weight * weight;
     }
   }
   for (int32_t i = 0; i < kBuckets; i++) {
     masses_[i + 1] += masses_[i];
+    squares_[i + 1] += squares_[i];
     counts_[i + 1] += counts_[i];
   }
   const double total = masses_[kBuckets];
   if (!(total > 0.0 && total < INFINITY)) return;
   total_ = total;
-  effective_ = total * total / squares;  // Kish, Survey Sampling, 1965
+  const Totals totals = kernels.totals(s.sample.data(), size, by);
+  average_ = static_cast<double>(by.maximum) +
+             totals.logs / totals.weights / static_cast<double>(by.scale);
 }
 
-double Sample::margin(double part) const {
-  return kDeviations * std::sqrt(part * (1.0 - part) / effective_);
+double Sample::average_deviation() const {
+  double sum = 0.0;
+  for (int32_t i = 0; i < kBuckets; i++) {
+    const double off = value_at(i + 0.5) - average_;
+    sum += (squares_[i + 1] - squares_[i]) * off * off;
+  }
+  return std::sqrt(sum) / total_;
+}
+
+double Sample::deviation(Part part) const {
+  // Of a ratio of two sums (Cochran, Sampling Techniques, 1977, section 2.11).
+  const double others = 1.0 - part.weights;
+  const double squares =
+      others * others * part.squares + part.weights * part.weights * (1.0 - part.squares);
+  return std::sqrt(std::max(0.0, squares) * squares_[kBuckets]) / total_;
 }
 
 double Sample::place_of(double value) const {
@@ -62,30 +77,31 @@ double Sample::place_of(double value) const {
   return std::min(std::max(place, 0.0), static_cast<double>(kBuckets));
 }
 
-double Sample::above(double value) const {
+Sample::Part Sample::above(double value) const {
   const double place = place_of(value);
   const int32_t bucket = std::min(static_cast<int32_t>(place), kBuckets - 1);
-  const double mass = masses_[bucket + 1] - masses_[bucket];
-  return (masses_[bucket] + mass * (place - bucket)) / total_;
+  const auto share = [&](const double* sums) {
+    return (sums[bucket] + (sums[bucket + 1] - sums[bucket]) * (place - bucket)) / sums[kBuckets];
+  };
+  return {share(masses_), share(squares_)};
 }
 
-double Sample::value_above(double part) const {
-  const double wanted = part * total_;
+double Sample::value_above(double weights) const {
+  const double wanted = weights * total_;
   if (wanted >= total_) return -INFINITY;
   const auto end = std::upper_bound(masses_ + 1, masses_ + kBuckets, wanted);
   const double mass = *end - end[-1];
   const double within = mass > 0.0 ? (wanted - end[-1]) / mass : 0.0;
   const double place = static_cast<double>(end - 1 - masses_) + std::max(0.0, within);
-  return static_cast<double>(bucketing_.top) - place / bucketing_.per_unit;
+  return value_at(place);
 }
 
-double Sample::reach(double centre, double part) const {
-  if (part >= 1.0) return INFINITY;
+double Sample::reach(double centre, double weights) const {
+  if (weights >= 1.0) return INFINITY;
   double low = 0.0, high = 2.0 * kBuckets / bucketing_.per_unit;
   for (int i = 0; i < kHalvings; i++) {
     const double middle = 0.5 * (low + high);
-    const bool has = above(centre - middle) - above(centre + middle) >= part;
-    (has ? high : low) = middle;
+    (near(centre, middle).weights >= weights ? high : low) = middle;
   }
   return 0.5 * (low + high);
 }
@@ -96,7 +112,7 @@ double Sample::value_of(int64_t size, double upper) const {
   const auto end = std::upper_bound(counts_ + first, counts_ + kBuckets + 1, wanted);
   if (end > counts_ + kBuckets) return -INFINITY;
   const double bucket = static_cast<double>(end - 1 - counts_);
-  return static_cast<double>(bucketing_.top) - bucket / bucketing_.per_unit;
+  return value_at(bucket);
 }
 
 }  // namespace onnxport

@@ -12,7 +12,6 @@ constexpr int64_t kEvery = 16;    // of so many runs of 16 values one is in the 
 void take_sample(const float* values, int64_t count, Scratch& scratch);
 
 // Where the weights of many candidates are, about: by those of a sample, counted out into buckets.
-// All parts are of the sum of all weights.
 class Sample {
  public:
   Sample(const Kernels& kernels, const Candidates& all, Weighing weighing, Scratch& scratch);
@@ -20,29 +19,53 @@ class Sample {
   // False: it tells nothing.
   bool is_good() const { return total_ > 0.0; }
 
-  // How far a part may be wrong, but for a few times in a thousand.
-  double margin(double part) const;
+  double total() const { return total_; }  // of its own weights
 
-  // The part that values from `value` up have.
-  double above(double value) const;
+  // What some values have of the sum of all weights, and of that of their squares.
+  struct Part {
+    double weights, squares;
 
-  // The value from which on up they have that part; -inf if none do.
-  double value_above(double part) const;
+    Part operator-(const Part& other) const {
+      return {weights - other.weights, squares - other.squares};
+    }
+  };
 
-  // How far from `centre` up and down values have that part; inf if none do.
-  double reach(double centre, double part) const;
+  // The average of values by their weights, and how far off that may be.
+  double average() const { return average_; }
+  double average_deviation() const;
+
+  // What values from `value` up have.
+  Part above(double value) const;
+
+  // What values up to so far from `centre` have.
+  Part near(double centre, double distance) const {
+    return above(centre - distance) - above(centre + distance);
+  }
+
+  // The standard deviation of the weights that some values have, by all samples there are.
+  double deviation(Part part) const;
+
+  // The value from which on up they have so much of all weights; -inf if none do.
+  double value_above(double weights) const;
+
+  // How far from `centre` up and down they do; inf if they never do.
+  double reach(double centre, double weights) const;
 
   // The least value that no more than `size` candidates below `upper` reach.
   double value_of(int64_t size, double upper) const;
 
  private:
   double place_of(double value) const;  // in buckets, from 0 to kBuckets
+  double value_at(double place) const {
+    return static_cast<double>(bucketing_.top) - place / bucketing_.per_unit;
+  }
 
   Bucketing bucketing_{0.f, 0.f};
-  double total_ = 0.0;            // of the sample's weights; 0: it tells nothing
-  double effective_ = 0.0;        // the size of a sample of equal weights that tells as much
+  double total_ = 0.0;  // 0: it tells nothing
+  double average_ = 0.0;
   double masses_[kBuckets + 1];   // of all buckets before
-  int32_t counts_[kBuckets + 1];  // likewise
+  double squares_[kBuckets + 1];  // of each weight, likewise
+  int32_t counts_[kBuckets + 1];
 };
 
 }  // namespace onnxport

@@ -10,10 +10,12 @@ namespace onnxport {
 namespace {
 
 constexpr float kLowest = std::numeric_limits<float>::lowest();
-constexpr double kHead = 10.0;    // exp(-10): tokens that are looked at first
+constexpr double kHead = 10.0;  // exp(-10): tokens that are looked at first
 constexpr double kLog2E = 1.4426950408889634;
-constexpr double kWidest = 0.25;  // a bracket of a larger part of all saves nothing
-constexpr double kRounding = 1e-4;  // of logarithms of weights
+constexpr double kDeviations[] = {2.5, 6.0};  // how far a sample may be wrong, in two attempts
+constexpr double kSurely = 1.2;               // of a threshold, by a sample: others are not reached
+constexpr double kWidest = 0.25;              // a bracket of a larger part of all saves nothing
+constexpr double kRounding = 1e-4;            // of logarithms of weights
 
 // The likely choices of some candidates: those of at least a share of the weights.
 struct Choices {
@@ -79,35 +81,21 @@ class Others {
 
   // False if it takes a look at all of them.
   bool draw(double threshold, double number, int32_t& place) {
-    if (!leave_out(threshold)) return false;
     const Sample sample(kernels_, all_, by_, s_);
     if (!sample.is_good()) return false;
-    const bool is_near = look_around(sample, number);
-    s_.split.make_room(all_.size);
-    Steps steps{0.0, 0.0, 0, s_.split.values.data(), s_.split.places.data()};
-    kernels_.climb(all_.values, all_.size, by_, ladder_, s_.ahead, steps);
-    const double target = number * (first_ + steps.above + steps.rest) - first_;
-    if (target < 0.0) {
-      place = least_likely_;
-      return true;
+    if (threshold * kEvery * sample.total() > kSurely) {  // no choice is likely, it seems
+      const bool is_drawn = draw_below(sample, number, place);
+      if (threshold * total_ > 1.0) return is_drawn;
+    } else {
+      total_ = kernels_.totals(all_.values, all_.size, by_).weights;
     }
-    if (!is_near) return find(head(sample), target, place);
-    if (target < steps.above) return false;
-    Shelf& shelf = s_.bracketed;
-    shelf.make_room(steps.size);
-    const int64_t size = kernels_.gather_between(steps.found, steps.size, ladder_.step(2),
-                                                 shelf.values.data(), shelf.places.data());
-    for (int64_t i = 0; i < size; i++) {
-      int32_t& at = shelf.places[static_cast<size_t>(i)];
-      at = all_.place(steps.places[at]);
-    }
-    return find(shelf.first(size), target - steps.above, place);
+    return leave_out(threshold * total_) && draw_below(sample, number, place);
   }
 
  private:
-  // Finds the likely choices, and what is left; false: there are too many.
-  bool leave_out(double threshold) {
-    const double bound = threshold * kernels_.totals(all_.values, all_.size, by_).weights;
+  // Finds the likely choices, of weights of at least `bound`, and what is left; false: there are
+  // too many.
+  bool leave_out(double bound) {
     if (bound > 1.0) return true;  // no weight is larger than 1
     const double log = std::log2(bound) - kRounding;
     const double least = static_cast<double>(by_.maximum) + log / static_cast<double>(by_.scale);
@@ -123,15 +111,35 @@ class Others {
     return true;
   }
 
+  // Draws from what is left; false: the sample was of no use.
+  bool draw_below(const Sample& sample, double number, int32_t& place) {
+    s_.split.make_room(all_.size);
+    for (const double deviations : kDeviations) {
+      const bool is_near = look_around(sample, deviations, number);
+      Steps steps{0.0, 0.0, 0, s_.split.values.data(), s_.split.places.data()};
+      kernels_.climb(all_.values, all_.size, by_, ladder_, s_.ahead, steps, nullptr);
+      total_ = first_ + steps.above + steps.rest;
+      const double target = number * total_ - first_;
+      if (target < 0.0) {
+        place = least_likely_;
+        return true;
+      }
+      if (!is_near) return find(head(sample), target, place);
+      if (target >= steps.above && find(third(steps), target - steps.above, place)) return true;
+    }
+    return false;
+  }
+
   // Looks where the number leads; false: the sample does not tell.
-  bool look_around(const Sample& sample, double number) {
+  bool look_around(const Sample& sample, double deviations, double number) {
     float* const edges = ladder_.edges;
     std::fill(edges, edges + 2, upper_);
     std::fill(edges + 2, edges + Ladder::kEdges, kLowest);
-    const double before = sample.above(static_cast<double>(upper_)), left = 1.0 - before;
-    const double margin = sample.margin(number) * std::sqrt(left);
-    if (!(left > 0.0) || 2.0 * margin > kWidest * left) return false;
-    const double part = before + left * number;
+    const Sample::Part top = sample.above(static_cast<double>(upper_));
+    const double left = 1.0 - top.weights, part = top.weights + left * number;
+    const Sample::Part before = sample.above(sample.value_above(part)) - top;
+    const double margin = deviations * sample.deviation(before);
+    if (!(left > 0.0) || !(2.0 * margin < kWidest * left)) return false;
     const float high = static_cast<float>(sample.value_above(part - margin));
     const float low = static_cast<float>(sample.value_above(part + margin));
     edges[2] = std::max(kLowest, std::min(edges[1], high));
@@ -139,13 +147,24 @@ class Others {
     return true;
   }
 
+  Candidates third(const Steps& steps) {
+    Shelf& shelf = s_.bracketed;
+    shelf.make_room(steps.size);
+    const int64_t size = kernels_.gather_between(steps.found, steps.size, ladder_.step(2),
+                                                 shelf.values.data(), shelf.places.data());
+    for (int64_t i = 0; i < size; i++) {
+      int32_t& place = shelf.places[static_cast<size_t>(i)];
+      place = all_.place(steps.places[place]);
+    }
+    return shelf.first(size);
+  }
+
   // The likeliest of those that are left.
   Candidates head(const Sample& sample) {
     const double top = std::min(upper_, by_.maximum);
     const double least = std::max(top - kHead * kLog2E / static_cast<double>(by_.scale),
                                   sample.value_of(kMany, static_cast<double>(upper_)));
-    const Candidates all =
-        reaching(kernels_, row_, all_, static_cast<float>(least), s_.bracketed);
+    const Candidates all = reaching(kernels_, row_, all_, static_cast<float>(least), s_.bracketed);
     Shelf& shelf = s_.others;
     shelf.make_room(all.size);
     size_t size = 0;
@@ -171,6 +190,7 @@ class Others {
   Weighing by_;  // of what is left
   Scratch& s_;
   float upper_ = INFINITY;     // what is left is below
+  double total_ = 0.0;         // of all weights, of what is left once that is known
   double first_ = 0.0;         // the weight of the choice that is left, too: 1, or none
   int32_t least_likely_ = -1;  // its place
   Ladder ladder_;

@@ -11,7 +11,8 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kHead =
     10.0;  // tokens less likely than the average by exp(-10) seldom are typical
-constexpr double kWidest = 0.25;  // a bracket of a larger part of all saves nothing
+constexpr double kDeviations[] = {2.5, 6.0};  // how far a sample may be wrong, in two attempts
+constexpr double kWidest = 0.25;              // a bracket of a larger part of all saves nothing
 
 // How far the surprise of tokens, -log p, is from what it is on average.
 class Surprise {
@@ -146,53 +147,59 @@ int32_t find(const Kernels& kernels, const Candidates& all, Weighing by, double 
 // rest, the sums of weights say that it is the right place.
 class Climb {
  public:
-  Climb(const Kernels& kernels, const Candidates& all, Weighing by, const Surprise& surprise,
-        Scratch& s)
-      : kernels_(kernels), all_(all), by_(by), surprise_(surprise), s_(s) {}
+  Climb(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s)
+      : kernels_(kernels), all_(all), by_(by), s_(s) {}
 
-  // False if the sample was of no use.
-  bool draw(const Sample& sample, double share, double number, int32_t& place) {
-    if (!choose(sample, share, number)) return false;
+  // False if the sample was of no use, being so many standard deviations off at most.
+  bool draw(const Sample& sample, double deviations, double share, double number, int32_t& place) {
+    if (!choose(sample, deviations, share, number)) return false;
     s_.split.make_room(all_.size);
     Steps steps{0.0, 0.0, 0, s_.split.values.data(), s_.split.places.data()};
-    kernels_.climb(all_.values, all_.size, by_, ladder_, s_.ahead, steps);
-    const double wanted = share * surprise_.total() - (steps.above + steps.rest);
+    Totals totals;
+    kernels_.climb(all_.values, all_.size, by_, ladder_, s_.ahead, steps, &totals);
+    const Surprise surprise(by_, totals.weights, totals.logs / kLog2E);
+    const double inside = steps.above + steps.rest, wanted = share * totals.weights - inside;
     Shelf& shelf = s_.typical;
-    shelf.make_room(steps.size);
     const int64_t upper = list(steps, 0, shelf, 0), size = upper + list(steps, 4, shelf, upper);
     const Candidates border = shelf.first(size);
     if (!(wanted > 0.0) || size == 0) return false;
+    // All that is between the outer steps is nearer than this, all beyond them farther than that.
+    const float* const edges = ladder_.edges;
+    const double near = std::max(surprise.distance(edges[1]), surprise.distance(edges[4]));
+    const double far = std::min(surprise.distance(edges[0]), surprise.distance(edges[5]));
     weigh(kernels_, border, by_, s_);
-    const Nearest nearest(surprise_, border, nearest_,
-                          std::min(farthest_, widest(kernels_, border, surprise_)), wanted, s_);
-    const bool is_inside = nearest.distance() > nearest_ && nearest.distance() < farthest_;
-    if (!is_inside || nearest.sum() < wanted) return false;
+    const Nearest nearest(surprise, border, 0.0, widest(kernels_, border, surprise), wanted, s_);
+    const bool is_known = nearest.distance() > near && nearest.distance() < far;
+    if (!is_known || nearest.sum() < wanted) return false;
     double before = 0.0;
     for (int64_t i = 0; i < upper; i++)
       if (nearest.has(i)) before += s_.weights[static_cast<size_t>(i)];
-    const double middle = before + steps.above + steps.rest;
-    const double target = number * (nearest.sum() + steps.above + steps.rest);
+    const double target = number * (nearest.sum() + inside);
     if (target < before) {
       place = find(kernels_, take(border, 0, upper, nearest, s_.others), by_, target, s_);
       return true;
     }
-    if (target < middle) return find_between(steps, target - before, place);
+    if (target < before + inside) return find_between(steps, target - before, place);
     const Candidates lower = take(border, upper, size, nearest, s_.others);
     if (lower.size == 0) return false;
-    place = find(kernels_, lower, by_, target - middle, s_);
+    place = find(kernels_, lower, by_, target - before - inside, s_);
     return true;
   }
 
  private:
   // Chooses the ladder: around the ends above and below, with where the number leads between them.
-  bool choose(const Sample& sample, double share, double number) {
-    const double margin = sample.margin(share), centre = surprise_.centre();
-    if (2.0 * margin > kWidest) return false;
-    const double inner = sample.reach(centre, share - margin);
-    const double outer = sample.reach(centre, share + margin);
+  bool choose(const Sample& sample, double deviations, double share, double number) {
+    const double centre = sample.average(), about = sample.reach(centre, share);
+    const double margin = deviations * sample.deviation(sample.near(centre, about));
+    if (!(2.0 * margin < kWidest)) return false;
+    const double moved = deviations * sample.average_deviation();
+    const double inner = std::max(0.0, sample.reach(centre, share - margin) - moved);
+    const double outer = sample.reach(centre, share + margin) + moved;
+    const Sample::Part top = sample.above(centre + about);
+    const double part = top.weights + share * number;
     // Where typical ones end moves what comes behind it.
-    const double off = share * sample.margin(number) / std::sqrt(share) + margin;
-    const double part = sample.above(centre + sample.reach(centre, share)) + share * number;
+    const double middle = sample.value_above(part);
+    const double off = margin + deviations * sample.deviation(sample.above(middle) - top);
     float* const edges = ladder_.edges;
     edges[0] = static_cast<float>(centre + outer);
     edges[1] = static_cast<float>(centre + inner);
@@ -202,8 +209,6 @@ class Climb {
     const float low = static_cast<float>(sample.value_above(part + off));
     edges[2] = std::min(edges[1], std::max(edges[4], high));
     edges[3] = std::min(edges[2], std::max(edges[4], low));
-    nearest_ = std::max(surprise_.distance(edges[1]), surprise_.distance(edges[4]));
-    farthest_ = std::min(surprise_.distance(edges[0]), surprise_.distance(edges[5]));
     return edges[0] >= edges[1] && edges[4] >= edges[5];
   }
 
@@ -233,17 +238,16 @@ class Climb {
   const Kernels& kernels_;
   const Candidates& all_;
   Weighing by_;
-  const Surprise& surprise_;
   Scratch& s_;
   Ladder ladder_;
-  double nearest_ = 0.0, farthest_ = 0.0;  // distances between which all on the outer steps are
 };
 
 // Finds the typical ones among those that are not much less likely than the average, if these are
 // few; false: others are typical, too.
 bool find_near(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
-               const Surprise& surprise, double share, const Sample& sample, Scratch& s,
-               Candidates& left) {
+               double share, const Sample& sample, Scratch& s, Candidates& left) {
+  const Totals totals = kernels.totals(all.values, all.size, by);
+  const Surprise surprise(by, totals.weights, totals.logs / kLog2E);
   const float least =
       static_cast<float>(std::max(surprise.below(kHead), sample.value_of(kMany, INFINITY)));
   if (surprise.is_likelier(least)) return false;
@@ -271,14 +275,14 @@ Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, d
 bool thin_or_draw(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
                   const Request& request, Scratch& s, Candidates& left, int32_t& place) {
   const double share = request.typical_p;
-  const Totals totals = kernels.totals(all.values, all.size, by);
-  const Surprise surprise(by, totals.weights, totals.logs / kLog2E);
   const Sample sample(kernels, all, by, s);
   if (sample.is_good()) {
     const bool is_last = request.top_p == 1.0 && request.xtc_threshold > 1.0;
-    Climb climb(kernels, all, by, surprise, s);
-    if (is_last && climb.draw(sample, share, request.uniform, place)) return true;
-    if (find_near(kernels, row, all, by, surprise, share, sample, s, left)) return false;
+    Climb climb(kernels, all, by, s);
+    for (const double deviations : kDeviations) {
+      if (is_last && climb.draw(sample, deviations, share, request.uniform, place)) return true;
+    }
+    if (find_near(kernels, row, all, by, share, sample, s, left)) return false;
   }
   left = typical(kernels, all, by, share, s);
   return false;
