@@ -47,28 +47,16 @@ struct Split {
   int32_t* places;
 };
 
-// Five steps down: edges, none above the one before. Of values between the second and the fifth
-// the weights are summed up, of those near the others and near the middle there is a list.
-struct Ladder {
-  static constexpr int kEdges = 6;
-  float edges[kEdges];
-
-  // Values from the lower edge of a step up to, and without, its upper one.
-  Bracket step(int number) const { return {edges[number + 1], edges[number]}; }
-};
-
-// What a ladder finds.
-struct Steps {
-  double above;    // the sum of the weights on the second step
-  double rest;     // on the third and the fourth one
-  int64_t size;    // how many are on the first, the third and the fifth one
-  float* found;    // them, as gather does
-  int32_t* places;
-};
-
-// Of some values the sums of the weights, and of the weights times their logarithms to the base 2.
-struct Totals {
+// Of some values the sums of the weights, and of each times its logarithm to the base 2.
+struct Tally {
+  static constexpr int kEdges = 3;
   double weights, logs;
+  double above[kEdges];  // the weights of those that are at least an edge
+};
+
+// Three brackets, none of which reaches above the end of the one before.
+struct Brackets {
+  Bracket each[3];
 };
 
 // Of the finite ones of some values, as far as they are below the largest of all.
@@ -113,14 +101,17 @@ struct Kernels {
   double (*split)(const float* values, int64_t count, float least, Weighing weighing,
                   const Bracket* brackets, const float* ahead, Split& split);
 
-  // Sums weights up and lists values by the steps of a ladder, whose lowest edge is above -inf.
-  // Every 64 weights are summed up in float, and these sums in double. As many values of `ahead`
-  // are brought near; null: none. With the totals of all; null: without.
-  void (*climb)(const float* values, int64_t count, Weighing weighing, const Ladder& ladder,
-                const float* ahead, Steps& steps, Totals* totals);
+  // Tallies the values below `top`, for one edge, and without the logarithms. Every 128 weights are
+  // summed up in float, and these sums in double.
+  Tally (*tally)(const float* values, int64_t count, Weighing weighing, float top, float edge);
 
-  // The totals of values[count], summed up likewise.
-  Totals (*totals)(const float* values, int64_t count, Weighing weighing);
+  // Tallies all values, for Tally::kEdges edges.
+  Tally (*tally_all)(const float* values, int64_t count, Weighing weighing, const float* edges);
+
+  // As gather: the values that are in any of the brackets, whose ends are above -inf. As many
+  // values of `ahead` are brought near; null: none.
+  int64_t (*list)(const float* values, int64_t count, const Brackets& brackets, const float* ahead,
+                  float* found, int32_t* places);
 
   // As gather: the values of a bracket.
   int64_t (*gather_between)(const float* values, int64_t count, Bracket bracket, float* found,

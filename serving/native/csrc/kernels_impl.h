@@ -228,88 +228,75 @@ class Sums {
   Doubles part_[2 * kParts] = {};
 };
 
-constexpr int64_t kTogether = 64;  // values whose weights are summed up in float
+constexpr int64_t kTogether = 128;  // values whose weights are summed up in float
 
-// A part of some weights times their logarithms; what weighs nothing has none.
-static inline Floats part_logs(Floats weights, Floats logs) {
-  const Floats least = Floats{} - 127.f;
-  return weights * (logs > least ? logs : least);
-}
-
-template <bool kWithTotals>
-static inline void climb_by(const float* values, int64_t count, Weighing by,
-                            const onnxport::Ladder& ladder, const float* ahead,
-                            onnxport::Steps& steps, onnxport::Totals* totals) {
-  constexpr int kEdges = onnxport::Ladder::kEdges;
-  Vec edges[kEdges];
-  for (int e = 0; e < kEdges; e++) edges[e] = splat(ladder.edges[e]);
-  Sums above, rest, weights, logs;
-  int64_t size = 0;
+// With that many of the edges, and the logarithms where there are all.
+template <int kEdges>
+static inline onnxport::Tally tally_by(const float* values, int64_t count, Weighing by, float top,
+                                       const float* edges) {
+  constexpr bool kWithLogs = kEdges == onnxport::Tally::kEdges;
+  const Floats least = Floats{} - 127.f;  // the logarithm of what weighs nothing
+  const Vec end = splat(top), none = splat(0.f);
+  Vec bounds[kEdges];
+  for (int e = 0; e < kEdges; e++) bounds[e] = splat(edges[e]);
+  Sums weights, logs, above[kEdges];
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t last = first + kTogether < count ? first + kTogether : count;
-    Vec second = splat(0.f), others = second, sum = second, products = second;
-    sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
-      __builtin_prefetch(ahead + place);
-      uint32_t bits = 0;
-      for (int p = 0; p < kParts; p++) {
-        const Floats log = (x.part[p] - by.maximum) * by.scale;
-        const Floats w = part_exp2(log);
-        Found from[kEdges];
-        for (int e = 0; e < kEdges; e++) from[e] = reaches(x.part[p], edges[e].part[p]);
-        second.part[p] = add_where(second.part[p], without(from[2], from[1]), w);
-        others.part[p] = add_where(others.part[p], without(from[4], from[2]), w);
-        if (kWithTotals) {
-          sum.part[p] += w;
-          products.part[p] += part_logs(w, log);
-        }
-        const Found listed = static_cast<Found>(
-            without(from[1], from[0]) | without(from[3], from[2]) | without(from[5], from[4]));
-        bits |= bits_of(listed) << (p * kPartLanes);
-      }
-      size = append_places(bits, place, steps.places, size);
-    });
-    above += second;
-    rest += others;
-    if (kWithTotals) {
-      weights += sum;
-      logs += products;
-    }
-  }
-  steps.above = above.total();
-  steps.rest = rest.total();
-  steps.size = size;
-  fetch(values, steps.places, size, steps.found);
-  if (kWithTotals) *totals = {weights.total(), logs.total()};
-}
-
-void climb(const float* values, int64_t count, Weighing by, const onnxport::Ladder& ladder,
-           const float* ahead, onnxport::Steps& steps, onnxport::Totals* totals) {
-  if (!ahead) ahead = values;
-  if (totals) {
-    climb_by<true>(values, count, by, ladder, ahead, steps, totals);
-  } else {
-    climb_by<false>(values, count, by, ladder, ahead, steps, nullptr);
-  }
-}
-
-onnxport::Totals totals(const float* values, int64_t count, Weighing by) {
-  Sums weights, logs;
-  for (int64_t first = 0; first < count; first += kTogether) {
-    const int64_t last = first + kTogether < count ? first + kTogether : count;
-    Vec sum = splat(0.f), products = sum;
+    Vec sum = none, products = none, parts[kEdges];
+    for (int e = 0; e < kEdges; e++) parts[e] = none;
     sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
       __builtin_prefetch(values + place + kAhead);
       for (int p = 0; p < kParts; p++) {
         const Floats log = (x.part[p] - by.maximum) * by.scale;
-        const Floats w = part_exp2(log);
+        const Floats w = x.part[p] < end.part[p] ? part_exp2(log) : Floats{};
         sum.part[p] += w;
-        products.part[p] += part_logs(w, log);
+        if (kWithLogs) products.part[p] += w * (log > least ? log : least);
+        for (int e = 0; e < kEdges; e++) {
+          parts[e].part[p] = add_where(parts[e].part[p], reaches(x.part[p], bounds[e].part[p]), w);
+        }
       }
     });
     weights += sum;
-    logs += products;
+    if (kWithLogs) logs += products;
+    for (int e = 0; e < kEdges; e++) above[e] += parts[e];
   }
-  return {weights.total(), logs.total()};
+  onnxport::Tally tally{weights.total(), logs.total(), {}};
+  for (int e = 0; e < kEdges; e++) tally.above[e] = above[e].total();
+  return tally;
+}
+
+onnxport::Tally tally(const float* values, int64_t count, Weighing by, float top, float edge) {
+  return tally_by<1>(values, count, by, top, &edge);
+}
+
+onnxport::Tally tally_all(const float* values, int64_t count, Weighing by, const float* edges) {
+  return tally_by<onnxport::Tally::kEdges>(values, count, by, INFINITY, edges);
+}
+
+int64_t list(const float* values, int64_t count, const onnxport::Brackets& brackets,
+             const float* ahead, float* found, int32_t* places) {
+  if (!ahead) ahead = values;
+  Vec lower[3], upper[3];
+  for (int b = 0; b < 3; b++) {
+    lower[b] = splat(brackets.each[b].lower);
+    upper[b] = splat(brackets.each[b].upper);
+  }
+  int64_t size = 0;
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    __builtin_prefetch(ahead + place);
+    uint32_t bits = 0;
+    for (int p = 0; p < kParts; p++) {
+      Found inside{};
+      for (int b = 0; b < 3; b++) {
+        inside |= without(reaches(x.part[p], lower[b].part[p]),
+                          reaches(x.part[p], upper[b].part[p]));
+      }
+      bits |= bits_of(inside) << (p * kPartLanes);
+    }
+    size = append_places(bits, place, places, size);
+  });
+  fetch(values, places, size, found);
+  return size;
 }
 
 int64_t gather_between(const float* values, int64_t count, onnxport::Bracket bracket, float* found,
@@ -392,6 +379,6 @@ int64_t count_bits(const uint32_t* mask, int64_t words) {
 
 constexpr onnxport::Kernels kKernels{
     ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
-    gather_bucket, split, climb, totals, gather_between, copy_allowed, before, moments, count_bits};
+    gather_bucket, split, tally, tally_all, list, gather_between, copy_allowed, before, moments, count_bits};
 
 }  // namespace

@@ -50,18 +50,10 @@ Sample::Sample(const Kernels& kernels, const Candidates& all, Weighing by, Scrat
   const double total = masses_[kBuckets];
   if (!(total > 0.0 && total < INFINITY)) return;
   total_ = total;
-  const Totals totals = kernels.totals(s.sample.data(), size, by);
-  average_ = static_cast<double>(by.maximum) +
-             totals.logs / totals.weights / static_cast<double>(by.scale);
-}
-
-double Sample::average_deviation() const {
-  double sum = 0.0;
-  for (int32_t i = 0; i < kBuckets; i++) {
-    const double off = value_at(i + 0.5) - average_;
-    sum += (squares_[i + 1] - squares_[i]) * off * off;
-  }
-  return std::sqrt(sum) / total_;
+  const float edges[Tally::kEdges] = {};
+  const Tally tally = kernels.tally_all(s.sample.data(), size, by, edges);
+  average_ =
+      static_cast<double>(by.maximum) + tally.logs / tally.weights / static_cast<double>(by.scale);
 }
 
 double Sample::deviation(Part part) const {

@@ -1,12 +1,20 @@
 // What some of many candidates tell of all of them.
 #pragma once
 
+#include <algorithm>
+
 #include "likeliest.h"
 
 namespace onnxport {
 
 constexpr int64_t kMany = 16384;  // candidates that are worth a look at a sample before
 constexpr int64_t kEvery = 16;    // of so many runs of 16 values one is in the sample
+constexpr double kWidest = 0.25;  // a bracket of a larger part of all saves nothing
+
+// What is looked at by a sample is by so many standard deviations wider than it says, in two
+// attempts, and by a least part of all weights.
+constexpr double kDeviations[] = {2.5, 6.0};
+constexpr double kLeastPart = 0.002;
 
 // Takes every kEvery-th run of 16 values, to scratch.sample.
 void take_sample(const float* values, int64_t count, Scratch& scratch);
@@ -30,9 +38,8 @@ class Sample {
     }
   };
 
-  // The average of values by their weights, and how far off that may be.
+  // The average of values by their weights.
   double average() const { return average_; }
-  double average_deviation() const;
 
   // What values from `value` up have.
   Part above(double value) const;
@@ -44,6 +51,11 @@ class Sample {
 
   // The standard deviation of the weights that some values have, by all samples there are.
   double deviation(Part part) const;
+
+  // The same of the values between two ones.
+  double deviation(double one, double other) const {
+    return deviation(above(std::min(one, other)) - above(std::max(one, other)));
+  }
 
   // The value from which on up they have so much of all weights; -inf if none do.
   double value_above(double weights) const;

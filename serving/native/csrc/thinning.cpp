@@ -12,10 +12,8 @@ namespace {
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kHead = 10.0;  // exp(-10): tokens that are looked at first
 constexpr double kLog2E = 1.4426950408889634;
-constexpr double kDeviations[] = {2.5, 6.0};  // how far a sample may be wrong, in two attempts
-constexpr double kSurely = 1.2;               // of a threshold, by a sample: others are not reached
-constexpr double kWidest = 0.25;              // a bracket of a larger part of all saves nothing
-constexpr double kRounding = 1e-4;            // of logarithms of weights
+constexpr double kSurely = 1.2;     // of a threshold, by a sample: others are not reached
+constexpr double kRounding = 1e-4;  // of logarithms of weights
 
 // The likely choices of some candidates: those of at least a share of the weights.
 struct Choices {
@@ -87,7 +85,7 @@ class Others {
       const bool is_drawn = draw_below(sample, number, place);
       if (threshold * total_ > 1.0) return is_drawn;
     } else {
-      total_ = kernels_.totals(all_.values, all_.size, by_).weights;
+      total_ = kernels_.tally(all_.values, all_.size, by_, INFINITY, INFINITY).weights;
     }
     return leave_out(threshold * total_) && draw_below(sample, number, place);
   }
@@ -113,50 +111,47 @@ class Others {
 
   // Draws from what is left; false: the sample was of no use.
   bool draw_below(const Sample& sample, double number, int32_t& place) {
-    s_.split.make_room(all_.size);
+    const Sample::Part top = sample.above(static_cast<double>(upper_));
+    const double left = 1.0 - top.weights;
+    const double end = sample.value_above(top.weights + left * number);
+    const float edge = std::min(upper_, std::max(kLowest, static_cast<float>(end)));
+    const Tally tally = kernels_.tally(all_.values, all_.size, by_, upper_, edge);
+    total_ = first_ + tally.weights;
+    const double target = number * total_ - first_;
+    if (target < 0.0) {
+      place = least_likely_;
+      return true;
+    }
+    const double margin = kDeviations[0] * sample.deviation(sample.above(edge) - top);
+    if (!(2.0 * margin < kWidest * left)) return find(head(sample), target, place);
+    // So far from the edge it is, by the sample.
+    const double part =
+        sample.above(edge).weights + left * (target - tally.above[0]) / tally.weights;
     for (const double deviations : kDeviations) {
-      const bool is_near = look_around(sample, deviations, number);
-      Steps steps{0.0, 0.0, 0, s_.split.values.data(), s_.split.places.data()};
-      kernels_.climb(all_.values, all_.size, by_, ladder_, s_.ahead, steps, nullptr);
-      total_ = first_ + steps.above + steps.rest;
-      const double target = number * total_ - first_;
-      if (target < 0.0) {
-        place = least_likely_;
-        return true;
-      }
-      if (!is_near) return find(head(sample), target, place);
-      if (target >= steps.above && find(third(steps), target - steps.above, place)) return true;
+      const double off =
+          left * kLeastPart + deviations * sample.deviation(edge, sample.value_above(part));
+      const float low = static_cast<float>(sample.value_above(part + off));
+      const float high = static_cast<float>(sample.value_above(part - off));
+      const Bracket bracket{std::max(kLowest, std::min(edge, low)),
+                            std::min(upper_, std::max(edge, high))};
+      if (draw_near(bracket, edge, target - tally.above[0], place)) return true;
     }
     return false;
   }
 
-  // Looks where the number leads; false: the sample does not tell.
-  bool look_around(const Sample& sample, double deviations, double number) {
-    float* const edges = ladder_.edges;
-    std::fill(edges, edges + 2, upper_);
-    std::fill(edges + 2, edges + Ladder::kEdges, kLowest);
-    const Sample::Part top = sample.above(static_cast<double>(upper_));
-    const double left = 1.0 - top.weights, part = top.weights + left * number;
-    const Sample::Part before = sample.above(sample.value_above(part)) - top;
-    const double margin = deviations * sample.deviation(before);
-    if (!(left > 0.0) || !(2.0 * margin < kWidest * left)) return false;
-    const float high = static_cast<float>(sample.value_above(part - margin));
-    const float low = static_cast<float>(sample.value_above(part + margin));
-    edges[2] = std::max(kLowest, std::min(edges[1], high));
-    edges[3] = std::max(kLowest, std::min(edges[2], low));
-    return true;
-  }
-
-  Candidates third(const Steps& steps) {
-    Shelf& shelf = s_.bracketed;
-    shelf.make_room(steps.size);
-    const int64_t size = kernels_.gather_between(steps.found, steps.size, ladder_.step(2),
+  // Finds what is so far below an edge, in a bracket around it; false if it is not there.
+  bool draw_near(Bracket bracket, float edge, double target, int32_t& place) {
+    Shelf& shelf = s_.split;
+    shelf.make_room(all_.size);
+    const int64_t size = kernels_.gather_between(all_.values, all_.size, bracket,
                                                  shelf.values.data(), shelf.places.data());
-    for (int64_t i = 0; i < size; i++) {
-      int32_t& place = shelf.places[static_cast<size_t>(i)];
-      place = all_.place(steps.places[place]);
+    s_.weights.resize(static_cast<size_t>(size));
+    kernels_.weigh(shelf.values.data(), size, by_, s_.weights.data());
+    for (size_t i = 0; i < static_cast<size_t>(size); i++) {
+      if (shelf.values[i] >= edge) target += s_.weights[i];
+      shelf.places[i] = all_.place(shelf.places[i]);
     }
-    return shelf.first(size);
+    return find(shelf.first(size), target, place);
   }
 
   // The likeliest of those that are left.
@@ -177,7 +172,7 @@ class Others {
   }
 
   bool find(const Candidates& few, double target, int32_t& place) const {
-    if (few.size == 0) return false;
+    if (few.size == 0 || target < 0.0) return false;
     const Descent descent(kernels_, few, kernels_.scan(few.values, few.size), by_, s_);
     if (target >= descent.total()) return false;
     place = descent.find(target).place;
@@ -193,7 +188,6 @@ class Others {
   double total_ = 0.0;         // of all weights, of what is left once that is known
   double first_ = 0.0;         // the weight of the choice that is left, too: 1, or none
   int32_t least_likely_ = -1;  // its place
-  Ladder ladder_;
 };
 
 }  // namespace

@@ -11,8 +11,7 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kHead =
     10.0;  // tokens less likely than the average by exp(-10) seldom are typical
-constexpr double kDeviations[] = {2.5, 6.0};  // how far a sample may be wrong, in two attempts
-constexpr double kWidest = 0.25;              // a bracket of a larger part of all saves nothing
+constexpr double kWidest = 0.25;  // a bracket of a larger part of all saves nothing
 
 // How far the surprise of tokens, -log p, is from what it is on average.
 class Surprise {
@@ -137,36 +136,90 @@ Candidates take(const Candidates& all, int64_t begin, int64_t end, const Nearest
   return shelf.first(static_cast<int64_t>(size));
 }
 
-int32_t find(const Kernels& kernels, const Candidates& all, Weighing by, double target,
-             Scratch& s) {
-  return Descent(kernels, all, kernels.scan(all.values, all.size), by, s).find(target).place;
-}
-
-// Draws from the typical ones of many candidates, of which a sample tells about where they end,
-// above and below the average, and where the number leads. Only what is there is looked at; of the
-// rest, the sums of weights say that it is the right place.
-class Climb {
+// Draws from the typical ones of many candidates. A sample tells about where they end, above and
+// below the average, and where the number leads; one pass, how much is between these places; then a
+// sample tells how far from them it is, which is little. Only what is there is looked at.
+class Border {
  public:
-  Climb(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s)
-      : kernels_(kernels), all_(all), by_(by), s_(s) {}
+  Border(const Kernels& kernels, const Candidates& all, Weighing by, const Sample& sample,
+         Scratch& s)
+      : kernels_(kernels), all_(all), by_(by), sample_(sample), s_(s) {}
 
-  // False if the sample was of no use, being so many standard deviations off at most.
-  bool draw(const Sample& sample, double deviations, double share, double number, int32_t& place) {
-    if (!choose(sample, deviations, share, number)) return false;
-    s_.split.make_room(all_.size);
-    Steps steps{0.0, 0.0, 0, s_.split.values.data(), s_.split.places.data()};
-    Totals totals;
-    kernels_.climb(all_.values, all_.size, by_, ladder_, s_.ahead, steps, &totals);
-    const Surprise surprise(by_, totals.weights, totals.logs / kLog2E);
-    const double inside = steps.above + steps.rest, wanted = share * totals.weights - inside;
+  // False if the sample was of no use.
+  bool draw(double share, double number, int32_t& place) {
+    const double centre = sample_.average(), reach = sample_.reach(centre, share);
+    if (!(2.0 * kDeviations[0] * sample_.deviation(centre - reach, centre + reach) < kWidest)) {
+      return false;
+    }
+    const double end = sample_.above(centre + reach).weights + share * number;
+    upper_ = static_cast<float>(centre + reach);
+    lower_ = std::max(kLowest, static_cast<float>(centre - reach));
+    middle_ = std::min(upper_, std::max(lower_, static_cast<float>(sample_.value_above(end))));
+    tally_ = tally_of(all_);
+    const Surprise surprise(by_, tally_.weights, tally_.logs / kLog2E);
+    for (const double deviations : kDeviations) {
+      look_around(surprise, deviations, share, number);
+      if (draw_near(surprise, share, number, place)) return true;
+    }
+    return false;
+  }
+
+ private:
+  double above(double value) const { return sample_.above(value).weights; }
+
+  Tally tally_of(const Candidates& some) const {
+    const float edges[Tally::kEdges] = {upper_, middle_, lower_};
+    return kernels_.tally_all(some.values, some.size, by_, edges);
+  }
+
+  // The weights of values from an edge up to the upper one.
+  static double between(int edge, const Tally& tally) { return tally.above[edge] - tally.above[0]; }
+  double part_to(int edge) const { return between(edge, tally_) / tally_.weights; }
+
+  // Chooses the brackets: what is between the edges is known, and how far off they are is not.
+  void look_around(const Surprise& surprise, double deviations, double share, double number) {
+    const double centre = surprise.centre(), top = above(upper_);
+    const double wanted = share - part_to(2) + above(lower_) - top;
+    const double reach = sample_.reach(centre, wanted);
+    const double off = kLeastPart + deviations * (sample_.deviation(upper_, centre + reach) +
+                                                  sample_.deviation(lower_, centre - reach));
+    const double inner = sample_.reach(centre, wanted - off);
+    const double outer = sample_.reach(centre, wanted + off);
+    bracket(0, upper_, centre + inner, centre + outer);
+    bracket(2, lower_, centre - outer, centre - inner);
+    const double end = share * number - part_to(1) + above(middle_) - top + above(centre + reach);
+    const double margin = off + deviations * sample_.deviation(middle_, sample_.value_above(end));
+    bracket(1, middle_, sample_.value_above(end + margin), sample_.value_above(end - margin));
+    Bracket* const each = brackets_.each;
+    each[1].upper = std::max(each[2].upper, std::min(each[1].upper, each[0].lower));
+    each[1].lower = std::min(each[1].upper, std::max(each[1].lower, each[2].upper));
+  }
+
+  // From one value to another one, and to the edge nearby.
+  void bracket(int number, float edge, double low, double high) {
+    brackets_.each[number] = {std::max(kLowest, std::min(edge, static_cast<float>(low))),
+                              std::max(edge, static_cast<float>(high))};
+  }
+
+  // False if it is not in the brackets.
+  bool draw_near(const Surprise& surprise, double share, double number, int32_t& place) {
+    const Candidates listed = list();
+    const Bracket* const each = brackets_.each;
     Shelf& shelf = s_.typical;
-    const int64_t upper = list(steps, 0, shelf, 0), size = upper + list(steps, 4, shelf, upper);
+    shelf.make_room(2 * listed.size);
+    const int64_t upper = pick(listed, each[0], shelf, 0);
+    const int64_t size = upper + pick(listed, each[2], shelf, upper);
     const Candidates border = shelf.first(size);
+    // What lies between the brackets is what lies between the edges, less what is listed of that.
+    const double inside = between(2, tally_) - between(2, tally_of(border));
+    const double higher = std::max(0.0, between(1, tally_) - between(1, tally_of(listed)));
+    const double wanted = share * tally_.weights - inside;
     if (!(wanted > 0.0) || size == 0) return false;
-    // All that is between the outer steps is nearer than this, all beyond them farther than that.
-    const float* const edges = ladder_.edges;
-    const double near = std::max(surprise.distance(edges[1]), surprise.distance(edges[4]));
-    const double far = std::min(surprise.distance(edges[0]), surprise.distance(edges[5]));
+    // All that is between the outer brackets is nearer than this, all beyond them farther than
+    // that.
+    const double near =
+        std::max(surprise.distance(each[0].lower), surprise.distance(each[2].upper));
+    const double far = std::min(surprise.distance(each[0].upper), surprise.distance(each[2].lower));
     weigh(kernels_, border, by_, s_);
     const Nearest nearest(surprise, border, 0.0, widest(kernels_, border, surprise), wanted, s_);
     const bool is_known = nearest.distance() > near && nearest.distance() < far;
@@ -176,78 +229,59 @@ class Climb {
       if (nearest.has(i)) before += s_.weights[static_cast<size_t>(i)];
     const double target = number * (nearest.sum() + inside);
     if (target < before) {
-      place = find(kernels_, take(border, 0, upper, nearest, s_.others), by_, target, s_);
-      return true;
+      return find(take(border, 0, upper, nearest, s_.others), target, place);
     }
-    if (target < before + inside) return find_between(steps, target - before, place);
-    const Candidates lower = take(border, upper, size, nearest, s_.others);
-    if (lower.size == 0) return false;
-    place = find(kernels_, lower, by_, target - before - inside, s_);
-    return true;
+    if (target < before + inside) {
+      s_.others.make_room(listed.size);
+      const int64_t count = pick(listed, each[1], s_.others, 0);
+      return find(s_.others.first(count), target - before - higher, place);
+    }
+    return find(take(border, upper, size, nearest, s_.others), target - before - inside, place);
   }
 
- private:
-  // Chooses the ladder: around the ends above and below, with where the number leads between them.
-  bool choose(const Sample& sample, double deviations, double share, double number) {
-    const double centre = sample.average(), about = sample.reach(centre, share);
-    const double margin = deviations * sample.deviation(sample.near(centre, about));
-    if (!(2.0 * margin < kWidest)) return false;
-    const double moved = deviations * sample.average_deviation();
-    const double inner = std::max(0.0, sample.reach(centre, share - margin) - moved);
-    const double outer = sample.reach(centre, share + margin) + moved;
-    const Sample::Part top = sample.above(centre + about);
-    const double part = top.weights + share * number;
-    // Where typical ones end moves what comes behind it.
-    const double middle = sample.value_above(part);
-    const double off = margin + deviations * sample.deviation(sample.above(middle) - top);
-    float* const edges = ladder_.edges;
-    edges[0] = static_cast<float>(centre + outer);
-    edges[1] = static_cast<float>(centre + inner);
-    edges[4] = std::max(kLowest, static_cast<float>(centre - inner));
-    edges[5] = std::max(kLowest, static_cast<float>(centre - outer));
-    const float high = static_cast<float>(sample.value_above(part - off));
-    const float low = static_cast<float>(sample.value_above(part + off));
-    edges[2] = std::min(edges[1], std::max(edges[4], high));
-    edges[3] = std::min(edges[2], std::max(edges[4], low));
-    return edges[0] >= edges[1] && edges[4] >= edges[5];
+  // What is in the brackets.
+  Candidates list() const {
+    Shelf& shelf = s_.split;
+    shelf.make_room(all_.size);
+    const int64_t size = kernels_.list(all_.values, all_.size, brackets_, s_.ahead,
+                                       shelf.values.data(), shelf.places.data());
+    return shelf.first(size);
   }
 
-  // Adds what is on a step to a shelf that has `size` candidates; returns how many.
-  int64_t list(const Steps& steps, int number, Shelf& shelf, int64_t size) const {
-    shelf.make_room(size + steps.size);
+  // Adds what is in a bracket to a shelf that has `size` candidates; returns how many.
+  int64_t pick(const Candidates& listed, Bracket bracket, Shelf& shelf, int64_t size) const {
     int32_t* const places = shelf.places.data() + size;
-    const int64_t count = kernels_.gather_between(steps.found, steps.size, ladder_.step(number),
+    const int64_t count = kernels_.gather_between(listed.values, listed.size, bracket,
                                                   shelf.values.data() + size, places);
-    for (int64_t i = 0; i < count; i++) places[i] = all_.place(steps.places[places[i]]);
+    for (int64_t i = 0; i < count; i++) places[i] = all_.place(listed.places[places[i]]);
     return count;
   }
 
-  // Finds what lies so far below the second step's upper edge; false if it is not on the third.
-  bool find_between(const Steps& steps, double target, int32_t& place) const {
-    if (target < steps.above) return false;
-    Shelf& shelf = s_.bracketed;
-    const int64_t size = list(steps, 2, shelf, 0);
-    const Candidates few = shelf.first(size);
-    if (few.size == 0) return false;
+  bool find(const Candidates& few, double target, int32_t& place) const {
+    if (few.size == 0 || target < 0.0) return false;
     const Descent descent(kernels_, few, kernels_.scan(few.values, few.size), by_, s_);
-    if (target - steps.above >= descent.total()) return false;
-    place = descent.find(target - steps.above).place;
+    if (target >= descent.total()) return false;
+    place = descent.find(target).place;
     return true;
   }
 
   const Kernels& kernels_;
   const Candidates& all_;
   Weighing by_;
+  const Sample& sample_;
   Scratch& s_;
-  Ladder ladder_;
+  float upper_ = 0.f, middle_ = 0.f, lower_ = 0.f;  // the edges that the weights are tallied for
+  Tally tally_;
+  Brackets brackets_;
 };
 
 // Finds the typical ones among those that are not much less likely than the average, if these are
 // few; false: others are typical, too.
 bool find_near(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
                double share, const Sample& sample, Scratch& s, Candidates& left) {
-  const Totals totals = kernels.totals(all.values, all.size, by);
-  const Surprise surprise(by, totals.weights, totals.logs / kLog2E);
+  const float edges[Tally::kEdges] = {};
+  const Tally tally = kernels.tally_all(all.values, all.size, by, edges);
+  const Surprise surprise(by, tally.weights, tally.logs / kLog2E);
   const float least =
       static_cast<float>(std::max(surprise.below(kHead), sample.value_of(kMany, INFINITY)));
   if (surprise.is_likelier(least)) return false;
@@ -278,10 +312,8 @@ bool thin_or_draw(const Kernels& kernels, const Row& row, const Candidates& all,
   const Sample sample(kernels, all, by, s);
   if (sample.is_good()) {
     const bool is_last = request.top_p == 1.0 && request.xtc_threshold > 1.0;
-    Climb climb(kernels, all, by, s);
-    for (const double deviations : kDeviations) {
-      if (is_last && climb.draw(sample, deviations, share, request.uniform, place)) return true;
-    }
+    Border border(kernels, all, by, sample, s);
+    if (is_last && border.draw(share, request.uniform, place)) return true;
     if (find_near(kernels, row, all, by, share, sample, s, left)) return false;
   }
   left = typical(kernels, all, by, share, s);
