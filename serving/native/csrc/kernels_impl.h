@@ -248,7 +248,8 @@ static inline onnxport::Tally tally_by(const float* values, int64_t count, Weigh
       __builtin_prefetch(values + place + kAhead);
       for (int p = 0; p < kParts; p++) {
         const Floats log = (x.part[p] - by.maximum) * by.scale;
-        const Floats w = x.part[p] < end.part[p] ? part_exp2(log) : Floats{};
+        Floats w = part_exp2(log);
+        if (!kWithLogs) w = x.part[p] < end.part[p] ? w : Floats{};
         sum.part[p] += w;
         if (kWithLogs) products.part[p] += w * (log > least ? log : least);
         for (int e = 0; e < kEdges; e++) {

@@ -14,6 +14,7 @@ constexpr double kHead = 10.0;         // exp(-10): tokens that are looked at fi
 constexpr int64_t kLeastSample = 512;  // values; fewer say nothing
 constexpr double kDeviations = 3.0;    // how far a sample may be wrong
 constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr double kWidest = 0.25;       // a bracket of a larger part of all saves nothing
 
 void look_at_sample(const Kernels& kernels, const Row& row, Scratch& s) {
   take_sample(row.values, row.count, s);

@@ -64,6 +64,16 @@ double Sample::deviation(Part part) const {
   return std::sqrt(std::max(0.0, squares) * squares_[kBuckets]) / total_;
 }
 
+double Sample::effective(Part part) const {
+  const double squares = part.squares * squares_[kBuckets];
+  return squares > 0.0 ? std::pow(part.weights * total_, 2.0) / squares : 0.0;  // Kish, 1965
+}
+
+int64_t Sample::size(Bracket bracket) const {
+  const int32_t low = static_cast<int32_t>(std::ceil(place_of(bracket.lower)));
+  return kEvery * (counts_[low] - counts_[static_cast<int32_t>(place_of(bracket.upper))]);
+}
+
 double Sample::place_of(double value) const {
   const double place = (static_cast<double>(bucketing_.top) - value) * bucketing_.per_unit;
   return std::min(std::max(place, 0.0), static_cast<double>(kBuckets));

@@ -9,7 +9,9 @@ namespace onnxport {
 
 constexpr int64_t kMany = 16384;  // candidates that are worth a look at a sample before
 constexpr int64_t kEvery = 16;    // of so many runs of 16 values one is in the sample
-constexpr double kWidest = 0.25;  // a bracket of a larger part of all saves nothing
+
+constexpr int64_t kWide = 4;          // to look closely at such a part of all saves nothing
+constexpr double kEffective = 25.0;  // weights, alike, that tell where others are
 
 // What is looked at by a sample is by so many standard deviations wider than it says, in two
 // attempts, and by a least part of all weights.
@@ -56,6 +58,12 @@ class Sample {
   double deviation(double one, double other) const {
     return deviation(above(std::min(one, other)) - above(std::max(one, other)));
   }
+
+  // How many weights, all alike, would tell as much of those of some values.
+  double effective(Part part) const;
+
+  // About how many candidates there are in a bracket.
+  int64_t size(Bracket bracket) const;
 
   // The value from which on up they have so much of all weights; -inf if none do.
   double value_above(double weights) const;

@@ -122,8 +122,8 @@ class Others {
       place = least_likely_;
       return true;
     }
-    const double margin = kDeviations[0] * sample.deviation(sample.above(edge) - top);
-    if (!(2.0 * margin < kWidest * left)) return find(head(sample), target, place);
+    const Sample::Part below{left, 1.0 - top.squares};
+    if (sample.effective(below) < kEffective) return find(head(sample), target, place);
     // So far from the edge it is, by the sample.
     const double part =
         sample.above(edge).weights + left * (target - tally.above[0]) / tally.weights;
@@ -134,6 +134,7 @@ class Others {
       const float high = static_cast<float>(sample.value_above(part - off));
       const Bracket bracket{std::max(kLowest, std::min(edge, low)),
                             std::min(upper_, std::max(edge, high))};
+      if (sample.size(bracket) > all_.size / kWide) return false;
       if (draw_near(bracket, edge, target - tally.above[0], place)) return true;
     }
     return false;

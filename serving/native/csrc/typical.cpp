@@ -148,9 +148,7 @@ class Border {
   // False if the sample was of no use.
   bool draw(double share, double number, int32_t& place) {
     const double centre = sample_.average(), reach = sample_.reach(centre, share);
-    if (!(2.0 * kDeviations[0] * sample_.deviation(centre - reach, centre + reach) < kWidest)) {
-      return false;
-    }
+    if (sample_.effective({1.0, 1.0}) < kEffective) return false;
     const double end = sample_.above(centre + reach).weights + share * number;
     upper_ = static_cast<float>(centre + reach);
     lower_ = std::max(kLowest, static_cast<float>(centre - reach));
@@ -159,6 +157,7 @@ class Border {
     const Surprise surprise(by_, tally_.weights, tally_.logs / kLog2E);
     for (const double deviations : kDeviations) {
       look_around(surprise, deviations, share, number);
+      if (!are_of_use()) return false;
       if (draw_near(surprise, share, number, place)) return true;
     }
     return false;
@@ -193,6 +192,13 @@ class Border {
     Bracket* const each = brackets_.each;
     each[1].upper = std::max(each[2].upper, std::min(each[1].upper, each[0].lower));
     each[1].lower = std::min(each[1].upper, std::max(each[1].lower, each[2].upper));
+  }
+
+  // Whether the outer brackets are apart, and not so much is in all that it saves nothing.
+  bool are_of_use() const {
+    int64_t size = 0;
+    for (const Bracket& one : brackets_.each) size += sample_.size(one);
+    return brackets_.each[0].lower >= brackets_.each[2].upper && size <= all_.size / kWide;
   }
 
   // From one value to another one, and to the edge nearby.
