@@ -76,7 +76,7 @@ int64_t Sample::size(Bracket bracket) const {
 
 double Sample::place_of(double value) const {
   const double place = (static_cast<double>(bucketing_.top) - value) * bucketing_.per_unit;
-  return std::min(std::max(place, 0.0), static_cast<double>(kBuckets));
+  return place > 0.0 ? std::min(place, static_cast<double>(kBuckets)) : 0.0;  // NaN, too
 }
 
 Sample::Part Sample::above(double value) const {

@@ -11,7 +11,8 @@ constexpr double kLog2E = 1.4426950408889634;
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kHead =
     10.0;  // tokens less likely than the average by exp(-10) seldom are typical
-constexpr double kWidest = 0.25;  // a bracket of a larger part of all saves nothing
+constexpr double kWidest = 0.25;      // a bracket of a larger part of all saves nothing
+constexpr double kLeastShare = 0.01;  // a smaller one is lost in the rounding of the sums of all
 
 // How far the surprise of tokens, -log p, is from what it is on average.
 class Surprise {
@@ -57,17 +58,19 @@ Surprise surprise_of(const Candidates& all, const std::vector<float>& weights, W
 // of the values.
 class Nearest {
  public:
-  // By their weights, in scratch.weights, and a range that has all their distances.
-  Nearest(const Surprise& surprise, const Candidates& all, double low, double high, double wanted,
+  // By their weights, in scratch.weights.
+  Nearest(const Kernels& kernels, const Surprise& surprise, const Candidates& all, double wanted,
           Scratch& s)
       : surprise_(surprise), all_(all), s_(s) {
-    const double per_unit = high > low ? kBuckets / (high - low) : 0.0;
+    const Range range = kernels.scan(all.values, all.size);
+    const double widest =
+        std::max(surprise.distance(range.maximum), surprise.distance(range.minimum));
+    const double per_unit = widest > 0.0 ? kBuckets / widest : 0.0;
     s.buckets.resize(static_cast<size_t>(all.size));
     double masses[kBuckets] = {};
     for (int64_t i = 0; i < all.size; i++) {
-      const double place = (surprise.distance(all.values[i]) - low) * per_unit;
-      const int32_t bucket =
-          place < kBuckets - 1 ? std::max(0, static_cast<int32_t>(place)) : kBuckets - 1;
+      const double place = surprise.distance(all.values[i]) * per_unit;
+      const int32_t bucket = place < kBuckets - 1 ? static_cast<int32_t>(place) : kBuckets - 1;
       s.buckets[static_cast<size_t>(i)] = bucket;
       masses[bucket] += s.weights[static_cast<size_t>(i)];
     }
@@ -117,12 +120,6 @@ void weigh(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& 
   kernels.weigh(all.values, all.size, by, s.weights.data());
 }
 
-// The largest distance of any of some candidates.
-double widest(const Kernels& kernels, const Candidates& all, const Surprise& surprise) {
-  const Range range = kernels.scan(all.values, all.size);
-  return std::max(surprise.distance(range.maximum), surprise.distance(range.minimum));
-}
-
 // Those of candidates [begin, end) that are among the nearest, in their order.
 Candidates take(const Candidates& all, int64_t begin, int64_t end, const Nearest& nearest,
                 Shelf& shelf) {
@@ -148,7 +145,7 @@ class Border {
   // False if the sample was of no use.
   bool draw(double share, double number, int32_t& place) {
     const double centre = sample_.average(), reach = sample_.reach(centre, share);
-    if (sample_.effective({1.0, 1.0}) < kEffective) return false;
+    if (share < kLeastShare || sample_.effective({1.0, 1.0}) < kEffective) return false;
     const double end = sample_.above(centre + reach).weights + share * number;
     upper_ = static_cast<float>(centre + reach);
     lower_ = std::max(kLowest, static_cast<float>(centre - reach));
@@ -227,7 +224,7 @@ class Border {
         std::max(surprise.distance(each[0].lower), surprise.distance(each[2].upper));
     const double far = std::min(surprise.distance(each[0].upper), surprise.distance(each[2].lower));
     weigh(kernels_, border, by_, s_);
-    const Nearest nearest(surprise, border, 0.0, widest(kernels_, border, surprise), wanted, s_);
+    const Nearest nearest(kernels_, surprise, border, wanted, s_);
     const bool is_known = nearest.distance() > near && nearest.distance() < far;
     if (!is_known || nearest.sum() < wanted) return false;
     double before = 0.0;
@@ -295,7 +292,7 @@ bool find_near(const Kernels& kernels, const Row& row, const Candidates& all, We
   if (head.size == 0) return false;
   weigh(kernels, head, by, s);
   const double wanted = share * surprise.total();
-  const Nearest nearest(surprise, head, 0.0, widest(kernels, head, surprise), wanted, s);
+  const Nearest nearest(kernels, surprise, head, wanted, s);
   if (nearest.sum() < wanted || nearest.distance() >= surprise.distance(least)) return false;
   left = take(head, 0, head.size, nearest, s.typical);
   return true;
@@ -307,8 +304,7 @@ Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, d
                    Scratch& s) {
   weigh(kernels, all, by, s);
   const Surprise surprise = surprise_of(all, s.weights, by);
-  const Nearest nearest(surprise, all, 0.0, widest(kernels, all, surprise),
-                        wanted * surprise.total(), s);
+  const Nearest nearest(kernels, surprise, all, wanted * surprise.total(), s);
   return take(all, 0, all.size, nearest, s.typical);
 }
 
