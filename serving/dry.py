@@ -157,7 +157,7 @@ class Repetitions:
         places, lengths = places[enough], lengths[enough]
         if not len(places):
             return NO_IDS, NO_VALUES
-        # Each token once, with the longest of its repetitions: the last of equal ones in this order.
+        # Each token once, with the longest of its repetitions, which comes last in this order.
         keys = np.sort(self._ids[places + 1] << LENGTH_BITS | lengths)
         token_ids = keys >> LENGTH_BITS
         last = np.append(token_ids[1:] != token_ids[:-1], True)

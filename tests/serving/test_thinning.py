@@ -314,7 +314,7 @@ def test_few_of_many_tokens_are_looked_at(
 def test_many_tokens_are_drawn_as_often_as_their_probabilities(
     name: str, thinning: Thinning
 ) -> None:
-    """By numbers all over [0, 1): where typical ones end, and between; of equals each in its turn."""
+    """By numbers all over [0, 1); of equal ones each in its turn."""
     logits = spread("steps", 3)
     row = RowParams(1.5, thinning=thinning)
     number = 300
@@ -330,7 +330,7 @@ def test_many_tokens_are_drawn_as_often_as_their_probabilities(
 
 @pytest.mark.parametrize("name", SAMPLERS[1:])
 def test_one_token_of_many_has_nearly_all_probability(name: str) -> None:
-    """XTC leaves it in where it is the only likely choice, and all others weigh little beside it."""
+    """XTC leaves it in where it alone is likely; what is left without it weighs little beside it."""
     logits = spread("one", 4)
     top = int(logits.argmax())
     rows = [
