@@ -191,6 +191,29 @@ class Others {
   int32_t least_likely_ = -1;  // its place
 };
 
+// Finds the likeliest of many candidates, if they are few and top_p leaves no others, and the sum
+// of the weights of all; false: there is more to look at.
+bool find_head(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
+               double top_p, Scratch& s, Candidates& head, double& total) {
+  const Sample sample(kernels, all, by, s);
+  if (!sample.is_good()) return false;
+  const double reach = kHead * kLog2E / static_cast<double>(by.scale);
+  const double least =
+      std::max(static_cast<double>(by.maximum) - reach, sample.value_of(kMany, INFINITY));
+  // Twice the deviation: more is seldom there than the sample says.
+  const Sample::Part part = sample.above(least);
+  if (part.weights + 2.0 * sample.deviation(part) < top_p) return false;
+  const Candidates found = reaching(kernels, row, all, static_cast<float>(least), s.bracketed);
+  if (found.size == 0) return false;
+  const double whole = kernels.tally(all.values, all.size, by, INFINITY, INFINITY).weights;
+  if (kernels.tally(found.values, found.size, by, INFINITY, INFINITY).weights < top_p * whole) {
+    return false;
+  }
+  head = found;
+  total = whole;
+  return true;
+}
+
 }  // namespace
 
 float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
@@ -218,11 +241,15 @@ int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& k
     Others others(kernels, row, all, by, s);
     if (others.draw(request.xtc_threshold, request.uniform, place)) return place;
   }
-  const Descent descent(kernels, all, kernels.scan(all.values, all.size), by, s);
-  Descent::Stop last{-1, descent.total()};
-  if (request.top_p < 1.0) {
-    last = descent.find(std::nextafter(request.top_p * descent.total(), 0.0));
-  }
+  Candidates head = all;
+  double total;
+  const bool is_short = request.top_p < 1.0 && all.size > kMany &&
+                        find_head(kernels, row, all, by, request.top_p, s, head, total);
+  const Descent descent(kernels, head, kernels.scan(head.values, head.size), by, s);
+  if (!is_short) total = descent.total();
+  Descent::Stop last{-1, total};
+  if (request.top_p < 1.0) last = descent.find(std::nextafter(request.top_p * total, 0.0));
+  all = head;
   if (has_xtc) return draw_others(kernels, all, by, last, request, s);
   const Descent::Stop stop = descent.find(request.uniform * last.sum);
   return last.place >= 0 && stop.sum > last.sum ? last.place : stop.place;
