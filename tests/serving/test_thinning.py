@@ -330,7 +330,7 @@ def test_many_tokens_are_drawn_as_often_as_their_probabilities(
 
 @pytest.mark.parametrize("name", SAMPLERS[1:])
 def test_one_token_of_many_has_nearly_all_probability(name: str) -> None:
-    """XTC leaves it in where it alone is likely; what is left without it weighs little beside it."""
+    """XTC leaves it in where it alone is likely; without it, what is left weighs little."""
     logits = spread("one", 4)
     top = int(logits.argmax())
     rows = [

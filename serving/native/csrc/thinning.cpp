@@ -249,8 +249,7 @@ int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& k
   if (!is_short) total = descent.total();
   Descent::Stop last{-1, total};
   if (request.top_p < 1.0) last = descent.find(std::nextafter(request.top_p * total, 0.0));
-  all = head;
-  if (has_xtc) return draw_others(kernels, all, by, last, request, s);
+  if (has_xtc) return draw_others(kernels, head, by, last, request, s);
   const Descent::Stop stop = descent.find(request.uniform * last.sum);
   return last.place >= 0 && stop.sum > last.sum ? last.place : stop.place;
 }
