@@ -181,7 +181,7 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
   }
   const bool is_weighed = request.typical_p < 1.0 || request.xtc_threshold <= 1.0;
   if (!request.has_top_k && is_weighed) {
-    return draw_thinned(kernels, gather(kernels, row, least, 1, s), by, request, s);
+    return draw_thinned(kernels, row, gather(kernels, row, least, 1, s), by, request, s);
   }
   if (!request.has_top_k) {
     const bool has_floor = request.min_p > 0.0 || request.top_n_sigma > 0.0;
@@ -190,7 +190,7 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
   const int64_t size = std::min(request.top_k, row.count);
   least = std::max(least, reached_by(kernels, row, size, s));
   const Candidates kept = largest(kernels, gather(kernels, row, least, 1, s), size, s);
-  if (is_weighed) return draw_thinned(kernels, kept, by, request, s);
+  if (is_weighed) return draw_thinned(kernels, row, kept, by, request, s);
   const Range range = kernels.scan(kept.values, kept.size);
   const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());
