@@ -118,6 +118,11 @@ class AdapterRegistry:
         """Whether an unfinished request uses an adapter that has no slot."""
         return self._num_wanted > 0
 
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a slot holds no adapter."""
+        return self._unused_slot() is not None
+
     def slot_of(self, adapter: Adapter | None) -> int:
         """Return the slot that the rows of a running request name; 0: it has no adapter."""
         if adapter is None:
