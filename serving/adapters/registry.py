@@ -85,7 +85,7 @@ class AdapterRegistry:
             )
         self._model = model
         self._base = base
-        self._max_host_adapters = max_host_adapters
+        self._most = max(max_host_adapters or 0, most)  # that are loaded
         self._entries: dict[int, _Entry] = {}  # by number
         self._slots: dict[int, _Entry] = {}  # those that have one, by slot
         self._loaded: Mapping[str, Adapter] = MappingProxyType({})  # replaced as a whole
@@ -258,6 +258,13 @@ class AdapterRegistry:
             AdapterError, CapacityError, DeviceLostError, ProviderError: it could not be written;
                 what was there is there again, or if that fails too the slot is free.
         """
+        entry, limits = self._entries[number], self._model.capabilities
+        if entry.adapter.rank > limits.max_adapter_rank:  # it was loaded for another model
+            raise AdapterError(
+                f"the adapter {entry.adapter.name} has rank {entry.adapter.rank}, and "
+                f"{limits.provider}, which took over, was loaded for ranks up to "
+                f"{limits.max_adapter_rank}"
+            )
         slot, loser = self._unused_slot(), None
         if slot is None:
             victims = [one for one in self.by_last_use() if one not in kept]
@@ -266,7 +273,6 @@ class AdapterRegistry:
             loser = self._entries[victims[0]]
             slot = loser.slot
             assert slot is not None
-        entry = self._entries[number]
         self._fill(slot, entry.weights)
         if loser is not None:
             self._vacate(loser)
@@ -276,27 +282,46 @@ class AdapterRegistry:
         return True
 
     def move_to(self, model: Model) -> None:
-        """Put everything in the slots of another model, which takes over.
+        """Put adapters in the slots of another model, which takes over; nobody's rows run now.
+
+        Where it has fewer slots, adapters that requests use get them first, then those that were
+        used last. The others wait in host memory, where there is room for as many as before.
 
         Raises:
-            CapacityError: it has too few slots, they are too small, or memory is short.
+            CapacityError: it has no slots, they are too small, or memory is short.
             ProviderError: the device fails.
         """
         limits = model.capabilities
-        highest = max(self._slots, default=0)
         if self._entries and not limits.max_adapters:
             raise CapacityError(
                 f"{len(self._entries)} adapters are loaded, and {limits.provider} was loaded "
                 "without slots for any"
             )
-        if highest > limits.max_adapters:
-            raise CapacityError(
-                f"slot {highest} holds an adapter, and {limits.provider} was loaded with "
-                f"{limits.max_adapters} slots"
-            )
-        for slot, entry in self._slots.items():
+        ordered = sorted(
+            self._slots.items(), key=lambda item: (item[1].num_requests == 0, -item[1].last_used)
+        )
+        staying, leaving = ordered[: limits.max_adapters], ordered[limits.max_adapters :]
+        taken = {slot for slot, _ in staying}
+        free = [slot for slot in range(1, limits.max_adapters + 1) if slot not in taken]
+        moved = {
+            slot if slot <= limits.max_adapters else free.pop(): entry for slot, entry in staying
+        }
+        for slot, entry in moved.items():
             model.set_adapter(slot, entry.weights)
+        for _, entry in leaving:
+            self._vacate(entry)
+        for slot, entry in moved.items():
+            entry.slot = slot
+        self._slots = moved
         self._model = model
+        self._most = max(self._most, limits.max_adapters)
+        if leaving:
+            logger.warning(
+                "%s has %d slots for adapters; without one are now: %s",
+                limits.provider,
+                limits.max_adapters,
+                ", ".join(repr(entry.adapter.name) for _, entry in leaving),
+            )
 
     def check(self) -> None:
         """Assert the invariants (for tests)."""
@@ -316,11 +341,6 @@ class AdapterRegistry:
             assert self._entries[entry.adapter.number] is entry
         wanted = [one for one in self._entries.values() if one.num_requests and one.slot is None]
         assert self._num_wanted == len(wanted)
-
-    @property
-    def _most(self) -> int:
-        """Most adapters that are loaded."""
-        return max(self._max_host_adapters or 0, self._model.capabilities.max_adapters)
 
     def _check_rank(self, content: AdapterContent) -> None:
         limits = self._model.capabilities

@@ -43,9 +43,9 @@ class AdaptedMachine(properties.GuessingMachine, properties.LosingMachine):
     failure: Exception | None = None
 
     def standby(self, pool_tokens: int) -> dict[str, Any]:
-        self.num_slots = 1 + pool_tokens % 2
+        self.num_slots = [(1,), (2,), (2, 1), (3, 1, 2)][pool_tokens % 4]
         spares = super().standby(pool_tokens)
-        return {**spares, "max_adapters": self.num_slots, "max_host_adapters": PLACES}
+        return {**spares, "max_adapters": self.num_slots[0], "max_host_adapters": PLACES}
 
     def make_model(self, options: NullOptions) -> NullModel:
         return WritingModel(options, self.take_failure)
