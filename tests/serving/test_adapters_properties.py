@@ -119,7 +119,7 @@ class AdaptedMachine(properties.GuessingMachine, properties.LosingMachine):
         if not hasattr(self, "engine"):
             return
         adapters, model = self.engine.adapters, null_model(self.engine)
-        held = {slot: _adapter_mark(one.weights) for slot, one in adapters._slots.items()}
+        held = {slot: _adapter_mark(one.weights) for slot, one in adapters._slots.filled.items()}
         assert model._adapters == held
         for request in self.engine._scheduler.running:
             assert adapters.slot_of(request.adapter) in {0, *held}
