@@ -443,6 +443,20 @@ def test_others_yield_for_no_row_of_one_that_waits_for_a_block() -> None:
     assert (names(plan.preempted), rows(plan)) == (["low"], [("one", 13, 1), ("two", 12, 1)])
 
 
+def test_nobody_yields_to_one_behind_one_that_waits_for_a_block_without_a_row() -> None:
+    bench = Bench(num_blocks=40, rows=3, policy="priority")
+    for name in ("low", "lower", "lowest"):
+        bench.submit(name, 3, priority=1)
+    bench.step()
+    for name in ("one", "two"):
+        bench.submit(name, [*PREFIX, ord(name[0])], priority=0, cached=True)
+    bench.submit("three", 1, priority=0)
+    plan = bench.step()
+    assert names(plan.preempted) == ["lowest"]
+    assert rows(plan)[-1] == ("one", 0, 13)
+    assert names(bench.step().preempted) == ["lower", "low"]
+
+
 def test_nobody_yields_where_tokens_are_left_for_nobody() -> None:
     bench = Bench(num_blocks=40, rows=3, budget=4, policy="priority")
     for name in ("low", "lower"):
