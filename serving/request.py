@@ -212,6 +212,11 @@ class Request:
         return 1 + len(self.siblings)
 
     @property
+    def decodes(self) -> bool:
+        """Whether a single token is to compute: the last one, of a request that runs."""
+        return len(self.tokens) - self.num_computed_tokens == 1
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.tokens) - self.num_prompt_tokens

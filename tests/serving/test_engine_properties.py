@@ -296,7 +296,7 @@ class LosingMachine(TieredMachine):
 
     tiers = ({}, *TieredMachine.tiers)
     sizes = ((2, None), (16, None), (4, 3), (32, 2), (3, 1), (1, None))  # block size, rows
-    num_slots = 0  # for adapters
+    num_slots: Sequence[int] = (0,)  # for adapters, of one after the other, again and again
 
     def standby(self, pool_tokens: int) -> dict[str, Any]:
         self.losing = 0
@@ -311,7 +311,7 @@ class LosingMachine(TieredMachine):
                 one_table=len(models) % 2 == 0,
                 max_model_len=512,
                 max_batch_rows=rows,
-                max_adapters=self.num_slots,
+                max_adapters=self.num_slots[(len(models) + 1) % len(self.num_slots)],
                 fails=lambda run: self.run_fails,
                 transfer_fails=lambda transfer: self.transfer_fails,
                 lost_at=self.lost_at,
