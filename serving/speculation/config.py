@@ -43,10 +43,10 @@ class SpeculationConfig:
     """How tokens are guessed, with vLLM's names where it has them.
 
     Attributes:
-        method: "grammar" takes what the form of a request's output demands; "ngram" does, too, and
+        method: "grammar" takes what the form of a request's output demands. "ngram" does, too, and
             elsewhere takes what followed the last time that these tokens came in prompt and output;
-            "suffix" does, too, and elsewhere takes what followed most often, in prompt, output and
-            the answers to earlier requests; "draft_model" asks a smaller model; "eagle3" a head that reads what the model made of
+            "suffix" what followed most often, there and in the answers to earlier requests.
+            "draft_model" asks a smaller model; "eagle3" a head that reads what the model made of
             the tokens before.
         num_speculative_tokens: most tokens that are guessed at once; how many really are is
             chosen by what is measured to be right, and to pay. None: see `longest_draft`.
@@ -57,7 +57,7 @@ class SpeculationConfig:
         suffix_decoding_max_cached_requests: answers that are kept; 0: none.
         suffix_decoding_max_cached_tokens: tokens of these answers, of 44 bytes each; not vLLM's.
         suffix_decoding_max_spec_factor: tokens that are guessed for each that was found again.
-        suffix_decoding_min_token_prob: the least probability of a guess, by what followed how often.
+        suffix_decoding_min_token_prob: the least probability of a guess, by how often it followed.
         model: the artifact folder of the draft model, or of the head; "draft_model" and "eagle3"
             only, which need it. For what follows likewise.
         provider: what the draft model runs on; None: as the model it drafts for.

@@ -167,19 +167,16 @@ class SuffixIndex:
             before[end] = heads[bucket]
             heads[bucket] = end
 
-    def longest(
-        self, ending: Ending, oldest: int, num_live: int, salt: int = 0, most: int = MOST_LOOKED_AT
-    ) -> dict[int, int]:
+    def longest(self, ending: Ending, oldest: int, num_live: int, salt: int = 0) -> dict[int, int]:
         """Return ends of what is most like the end of a text, with how many tokens they share.
 
-        Of the longest n-gram that the text's end shares with others, the latest ones.
+        Of the longest n-gram that the text's end shares with others, the latest `MOST_LOOKED_AT`.
 
         Args:
             ending: of the text.
             oldest: the place of the oldest token.
             num_live: how many places from there on, over the ring's end, hold tokens.
             salt: as they were added.
-            most: how many are looked at.
 
         Returns:
             By end the number of tokens, the latest first.
@@ -191,7 +188,7 @@ class SuffixIndex:
             least = self._hashing.sizes[size]
             heads, before = self._chains[size]
             end, age = heads[((sums[size] + salt) & MASK) >> shift], num_live
-            for _ in range(most):
+            for _ in range(MOST_LOOKED_AT):
                 # A place that was overwritten is younger than who leads to it.
                 if not end or (younger := (end - oldest) % capacity) >= age:
                     break
