@@ -15,13 +15,14 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 SIZES = (1, 2, 4, 8, 16)  # of n-grams: the longer ones lead to long matches past many short ones
 MOST_LOOKED_AT = 16  # occurrences, of the longest n-gram that has any
 SEPARATOR = -1  # no token: between two texts
 ABSENT = -2  # no token, nor a separator: what stands before a text that is shorter than compared
-FEW = 24  # ends that are linked one by one, which takes less time than all at once
+FEW = 8  # ends that are linked one by one, which takes less time than all at once
 BITS = 64
 MASK = (1 << BITS) - 1
 TOKEN_BITS = 32
@@ -61,7 +62,12 @@ class GramHash:
         """
         self.depth = depth
         self.sizes = tuple(size for size in SIZES if size <= depth)
-        self._numbers = [random.getrandbits(BITS) | 1 for _ in range(self.sizes[-1])]
+        largest = self.sizes[-1]
+        self._numbers = [random.getrandbits(BITS) | 1 for _ in range(largest)]
+        # What each token of a window is multiplied by for each size: uint64 [sizes, largest].
+        self._factors = np.zeros((len(self.sizes), largest), np.uint64)
+        for row, size in enumerate(self.sizes):
+            self._factors[row, largest - size :] = self._numbers[size - 1 :: -1]
 
     def ending(self, tokens: array[int]) -> Ending:
         """Return how `tokens`, int64, end."""
@@ -78,24 +84,17 @@ class GramHash:
         totals = list(accumulate(map(mul, reversed(last), self._numbers)))
         return tuple([totals[size - 1] for size in self.sizes if size <= number])
 
-    def sums_at(self, tokens: NDArray[np.int32], first: int, last: int) -> list[NDArray[np.uint64]]:
-        """Return the sums of n-grams that end at `first` to `last`, for each size uint64 [ends].
+    def sums_at(self, tokens: NDArray[np.int32], first: int, last: int) -> NDArray[np.uint64]:
+        """Return the sums of n-grams that end at `first` to `last`, uint64 [sizes, ends].
 
         Args:
             tokens: which begin as many places before `first` as the largest n-gram has tokens.
             first: the first end; the n-gram is of the tokens before it.
             last: the last end.
         """
-        wide = tokens[first - self.sizes[-1] : last].astype(np.uint64)
-        shift, number = self.sizes[-1], last - first + 1
-        total = np.zeros(number, np.uint64)
-        found: list[NDArray[np.uint64]] = []
-        for place, factor in enumerate(self._numbers, 1):
-            start = shift - place
-            total += wide[start : start + number] * np.uint64(factor)
-            if place in self.sizes:
-                found.append(total.copy())
-        return found
+        largest = self.sizes[-1]
+        wide = tokens[first - largest : last].astype(np.uint64)
+        return self._factors @ sliding_window_view(wide, largest).T
 
 
 class SuffixIndex:
@@ -126,20 +125,17 @@ class SuffixIndex:
         self.tokens = np.zeros(capacity + 2 * margin, np.int32)
         self.tokens[:margin] = self.tokens[-margin:] = SEPARATOR
         self.view = self.tokens.data
-        # By size: the latest end of each bucket, and of each end the one before it. 0: none, for
-        # no end lies in the margin.
-        sizes = range(len(hashing.sizes))
-        self._heads = [np.zeros(1 << self._bucket_bits, np.int32) for _ in sizes]
-        self._before = [np.zeros(len(self.tokens), np.int32) for _ in sizes]
-        self._chains = [
-            (heads.data, before.data)
-            for heads, before in zip(self._heads, self._before, strict=True)
-        ]
+        # Those of one size behind those of another: the latest end of each bucket, and of each end
+        # the one before it. 0: none, for no end lies in the margin.
+        num_sizes = len(hashing.sizes)
+        self._heads = np.zeros(num_sizes << self._bucket_bits, np.int32)
+        self._before = np.zeros(num_sizes * len(self.tokens), np.int32)
+        self._head_view, self._before_view = self._heads.data, self._before.data
 
     @property
     def num_bytes(self) -> int:
         """The bytes of its arrays."""
-        return sum(one.nbytes for one in (self.tokens, *self._heads, *self._before))
+        return self.tokens.nbytes + self._heads.nbytes + self._before.nbytes
 
     def add(self, first: int, last: int, salt: int = 0) -> None:
         """Note that n-grams end at `first` to `last`, with a token after each of them.
@@ -154,18 +150,42 @@ class SuffixIndex:
             for end in range(first, last + 1):
                 self.add_one(end, self._hashing.sums(view[end - largest : end].tolist()), salt)
             return
-        ends = np.arange(first, last + 1, dtype=np.int32)
-        for size, sums in enumerate(self._hashing.sums_at(self.tokens, first, last)):
-            buckets = (sums + np.uint64(salt)) >> np.uint64(self._shift)
-            _link(self._heads[size], self._before[size], buckets.astype(np.uint32), ends)
+        sums = self._hashing.sums_at(self.tokens, first, last)
+        buckets = (sums + np.uint64(salt)) >> np.uint64(self._shift)
+        rows = np.arange(len(sums), dtype=np.uint32)[:, np.newaxis]
+        heads = buckets.astype(np.uint32) + (rows << np.uint32(self._bucket_bits))
+        ends = np.arange(first, last + 1, dtype=np.int64)
+        places = ends + rows * np.int64(len(self.tokens))
+        self._link(heads.reshape(-1), places.reshape(-1), np.tile(ends, len(sums)))
+
+    def _link(
+        self, heads: NDArray[np.uint32], places: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> None:
+        """Put ends, which rise within a size, in front of their chains.
+
+        Args:
+            heads: the chains, by their places in `_heads`.
+            places: of the ends in `_before`.
+            ends: the ones.
+        """
+        order = _stable_order(heads)
+        heads, places, ends = heads[order], places[order], ends[order]
+        is_new = heads[1:] != heads[:-1]  # another chain than the one before
+        earlier = self._heads[heads]
+        np.copyto(earlier[1:], ends[:-1], where=~is_new, casting="same_kind")
+        self._before[places] = earlier
+        is_last = np.append(is_new, True)
+        self._heads[heads[is_last]] = ends[is_last]
 
     def add_one(self, end: int, sums: Sequence[int], salt: int = 0) -> None:
         """Note one end, of which the sums are known."""
-        shift = self._shift
-        for total, (heads, before) in zip(sums, self._chains, strict=False):
-            bucket = ((total + salt) & MASK) >> shift
-            before[end] = heads[bucket]
-            heads[bucket] = end
+        shift, bits, place, room = self._shift, self._bucket_bits, end, len(self.view)
+        heads, before = self._head_view, self._before_view
+        for size, total in enumerate(sums):
+            head = (size << bits) + (((total + salt) & MASK) >> shift)
+            before[place] = heads[head]
+            heads[head] = end
+            place += room
 
     def longest(self, ending: Ending, oldest: int, num_live: int, salt: int = 0) -> dict[int, int]:
         """Return ends of what is most like the end of a text, with how many tokens they share.
@@ -183,11 +203,12 @@ class SuffixIndex:
         """
         window, sums = ending
         view, capacity, shift, depth = self.view, self.capacity, self._shift, self._hashing.depth
+        heads, before, bits, room = self._head_view, self._before_view, self._bucket_bits, len(view)
         found: dict[int, int] = {}
         for size in range(len(sums) - 1, -1, -1):
             least = self._hashing.sizes[size]
-            heads, before = self._chains[size]
-            end, age = heads[((sums[size] + salt) & MASK) >> shift], num_live
+            end = heads[(size << bits) + (((sums[size] + salt) & MASK) >> shift)]
+            age = num_live
             for _ in range(MOST_LOOKED_AT):
                 # A place that was overwritten is younger than who leads to it.
                 if not end or (younger := (end - oldest) % capacity) >= age:
@@ -197,34 +218,14 @@ class SuffixIndex:
                 shared = depth - (other.bit_length() + TOKEN_BITS - 1) // TOKEN_BITS
                 if shared >= least and view[end] >= 0:
                     found[end] = shared
-                end = before[end]
+                end = before[size * room + end]
             if found:
                 break
         return found
 
 
-def _link(
-    heads: NDArray[np.int32],
-    before: NDArray[np.int32],
-    buckets: NDArray[np.uint32],
-    ends: NDArray[np.int32],
-) -> None:
-    """Put ends, which rise, in front of the chains of their buckets."""
-    order = _stable_order(buckets)
-    buckets, ends = buckets[order], ends[order]
-    leads = np.ones(len(ends), np.bool_)  # the first of its bucket
-    np.not_equal(buckets[1:], buckets[:-1], out=leads[1:])
-    earlier = np.empty_like(ends)
-    earlier[1:] = ends[:-1]
-    earlier[leads] = heads[buckets[leads]]
-    before[ends] = earlier
-    trails = np.ones(len(ends), np.bool_)
-    trails[:-1] = leads[1:]
-    heads[buckets[trails]] = ends[trails]
-
-
 def _stable_order(numbers: NDArray[np.uint32]) -> NDArray[np.intp]:
     """Return a stable order; numbers of 16 bits are sorted in linear time, so half by half."""
     low = np.argsort(numbers.astype(np.uint16), kind="stable")
-    high = np.argsort((numbers >> np.uint32(16)).astype(np.uint16)[low], kind="stable")
-    return low[high]
+    high = (numbers >> np.uint32(16)).astype(np.uint16)
+    return low[np.argsort(high[low], kind="stable")]
