@@ -118,7 +118,7 @@ class SuffixIndex:
             hashing: how n-grams are hashed.
         """
         self.capacity = capacity
-        self.margin = margin = max(hashing.depth, hashing.sizes[-1])
+        self.margin = margin = hashing.depth
         self._hashing = hashing
         self._bucket_bits = max(1, (capacity - 1).bit_length())
         self._shift = BITS - self._bucket_bits
@@ -216,7 +216,7 @@ class SuffixIndex:
                 age = younger
                 other = int.from_bytes(view[end - depth : end], "little") ^ window
                 shared = depth - (other.bit_length() + TOKEN_BITS - 1) // TOKEN_BITS
-                if shared >= least and view[end] >= 0:
+                if shared >= least:
                     found[end] = shared
                 end = before[size * room + end]
             if found:

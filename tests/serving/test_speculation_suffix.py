@@ -332,6 +332,18 @@ def test_a_token_that_comes_costs_the_same_in_a_long_text() -> None:
             guess(guesser, one)
 
 
+def test_shorter_ngrams_are_not_looked_up_where_a_longer_one_was_found() -> None:
+    hashing = GramHash(23)
+    answers = PastAnswers(10, 1024, hashing)
+    answers.add("key", array("q", [5, 1, 2, 3, 4, 6, 4, 7, 3, 4, 8]), 0)
+    ending = hashing.ending(array("q", [1, 2, 3, 4]))
+    place = answers._index.margin
+    salt = answers._owners["key"].salt
+    assert answers._index.longest(ending, place, 12, salt) == {place + 5: 4}
+    ending = hashing.ending(array("q", [9, 3, 4]))
+    assert answers._index.longest(ending, place, 12, salt) == {place + 10: 2, place + 5: 2}
+
+
 # What is kept.
 
 
@@ -378,6 +390,21 @@ def test_tokens_are_bounded_and_memory_does_not_grow() -> None:
     assert len(answers) > 20
     assert answers.num_bytes == size
     assert len(answers._owners) == 1
+
+
+def test_what_the_ring_has_passed_over_is_not_found() -> None:
+    """Behind the last answer that fits there is what an earlier one left."""
+    guesser = drafter(depth=4)
+    for number in range(5):
+        end(guesser, [9], range(1000 * number, 1000 * number + 190))
+    for number in range(5, 10):  # longer ones: the fifth of them begins anew
+        end(guesser, [9], range(1000 * number, 1000 * number + 230))
+    answers = guesser.answers
+    assert answers is not None
+    assert answers._index.tokens.tolist().count(4189) == 0
+    for token_id in range(4000, 4190):
+        assert guess(guesser, of([8], [token_id])) == []
+    assert guess(guesser, of([8], [9000])) == [9001]
 
 
 def test_of_a_long_answer_the_last_part_is_kept() -> None:
