@@ -213,7 +213,7 @@ def test_a_draft_is_as_long_as_the_match_allows() -> None:
     assert longest_drafts(6, 0.5) == (0, 0, 1, 1, 2, 2, 2)
     assert longest_drafts(5, 3.0) == (0, 3, 3, 3, 3, 3)
     assert longest_drafts(3, 0.1)[:2] == (0, 0)
-    assert longest_drafts(12, 0.1)[10] == 1  # 0.1 * 10 is 1, however floats round it
+    assert longest_drafts(256, 0.29)[100] == 29  # as floats have it, 0.29 * 100 is less
     guesser = drafter()
     end(guesser, [50], range(100, 200))
     for match in (1, 2, 5, 11, 12, 20, 30):
@@ -229,6 +229,7 @@ def test_what_followed_most_often_is_guessed() -> None:
     found = likeliest(rows([1, 2, 3], [1, 4, 5], [1, 2, 6], [7, 2, 3]), 3, 0.0)
     assert found.tokens == [1, 2, 3]
     assert found.expected == pytest.approx(3 / 4 + 2 / 4 + 1 / 4)
+    assert likeliest(rows([1, 2, 3], [4, 2, 3]), 3, 0.0).expected == pytest.approx(3 / 2)
 
 
 def test_no_token_is_guessed_that_is_not_likely_enough() -> None:
