@@ -108,7 +108,7 @@ class SuffixDrafter:
         return likeliest(source.following(match.ends, length), length, self._least)
 
     def forget(self, request: Request) -> None:
-        """See `Drafter.forget`; the answer of a request that has ended is kept."""
+        """See `Drafter.forget`; the answer of a request that has ended is kept, each time."""
         self._texts.pop(request, None)
         if self._answers is not None and request.finish_reason not in (None, "error"):
             self._answers.add(owner_key(request), request.tokens, request.num_prompt_tokens)
