@@ -156,7 +156,7 @@ class OwnText:
         if number > index.capacity:
             room = 1 << number.bit_length()
             index = self._index = SuffixIndex(room, self._hashing)
-            known, self._sums = 0, None
+            known = 0
         margin = index.margin
         new = min(number, known + MOST_READ)
         if new > known:

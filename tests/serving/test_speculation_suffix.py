@@ -323,6 +323,14 @@ def test_a_long_text_is_read_in_parts() -> None:
     assert guess(guesser, one) == list(range(9, 21))
 
 
+def test_the_last_token_of_a_long_text_may_be_a_part_of_its_own() -> None:
+    guesser = drafter()
+    one = of([*range(100, 100 + MOST_READ - 2), 7, 8, 9])
+    assert guess(guesser, one) == guess(guesser, one) == []
+    one.tokens.extend([7, 8])
+    assert guess(guesser, one) == [9, 7]
+
+
 def test_a_token_that_comes_costs_the_same_in_a_long_text() -> None:
     guesser = drafter()
     one = of(range(MOST_READ - 300))
