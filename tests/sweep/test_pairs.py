@@ -33,6 +33,7 @@ from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.forced import ForcedDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
+from onnxport.serving.speculation.suffix import SuffixDrafter
 from onnxport.serving.stats import SpeculationCounters
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
@@ -69,7 +70,7 @@ AXES: Mapping[str, Sequence[str]] = {
         "stopped",
     ),
     "structure": ("none", "json", "regex", "choice", "grammar"),
-    "speculation": ("none", "ngram", "draft", "forced"),
+    "speculation": ("none", "ngram", "suffix", "draft", "forced"),
     # Of two or three: slots for all, or for fewer than there are.
     "adapter": ("none", "one", "mixed", "few"),
     "blocks": ("cold", "warm", "uncached", "recompute", "recompute-uncached", "swap"),
@@ -232,6 +233,9 @@ class World:
             return None
         if method == "ngram":
             return NgramDrafter(3, 1)
+        if method == "suffix":  # which keeps the answers of all cases
+            drafter = SuffixDrafter(24, 2.0, 0.1, most_answers=1000, most_tokens=1 << 16)
+            return ForcedDrafter(drafter)
         if method == "forced":
             return ForcedDrafter()
         model = self._load(self.draft, "cpu", LoadOptions(kv_cache_tokens=1024))
@@ -462,7 +466,7 @@ def test_what_was_swept_did_happen(world: World) -> None:
     for event in ("abort", "unload", "unload without a slot", "preemption, few slots"):
         assert world.happened[event] > 0, world.happened
     assert world.num_loaded > 0
-    for method in ("ngram", "draft", "forced"):
+    for method in ("ngram", "suffix", "draft", "forced"):
         assert world.num_accepted[method] > 0, world.num_accepted
     for lane in ("cpu", "cpu-int8"):
         assert world.model(lane).capabilities.takes_exact_logits == (matmul_isa() is not None)

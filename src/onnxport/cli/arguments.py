@@ -237,7 +237,8 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         dest="speculation",
         help="guess tokens ahead, for the model to check several at once, which changes none: "
-        """'{"method": "ngram", "num_speculative_tokens": 5}', '{"method": "grammar"}', """
+        """'{"method": "ngram", "num_speculative_tokens": 5}', '{"method": "suffix"}' (also by """
+        """earlier answers), '{"method": "grammar"}', """
         """'{"method": "draft_model", "model": "ARTIFACT"}', or eagle3 with a head's (none)""",
     )
 
