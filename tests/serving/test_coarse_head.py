@@ -82,6 +82,10 @@ LEFT_OUT: list[dict[str, Any]] = [  # by what llama.cpp has
     {"seed": 4, "dry_multiplier": 3.0, "dry_sequence_breakers": (), "min_p": 0.01, "n": 2},
     {"seed": 5, "typical_p": 0.9, "top_k": 9, "xtc_probability": 1.0, "n": 3},
     {"temperature": 0.0, "dry_multiplier": 3.0, "dry_sequence_breakers": ()},
+    {"seed": 6, "dynatemp_range": 0.8, "top_k": 9},
+    {"seed": 7, "mirostat": 2, "mirostat_tau": 2.0, "n": 2},
+    {"seed": 8, "mirostat": 1, "allowed_token_ids": [5, 700, 9000, 9001]},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "repeat_last_n": 20},
 ]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
