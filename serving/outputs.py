@@ -95,6 +95,8 @@ class CompletionDelta:
     num_cached_tokens: int = 0  # prompt tokens whose K/V were not computed for this request
     failure: Failure | None = None  # why finish_reason is "error"
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first token of 0
+    # When the first step began, and when the first and the last token came; None: none has come.
+    times: tuple[float, float, float] | None = None
 
     @property
     def error(self) -> str | None:

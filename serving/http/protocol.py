@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import DEFAULTED, SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL, are_ids, check_json, check_neutral
-from onnxport.serving.http.forms import FormFields
+from onnxport.serving.http.llama_cpp import SAMPLED, LlamaCppFields, check_samplers, told
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
 from onnxport.serving.logprob_limits import counted
@@ -37,10 +37,6 @@ MOST_TOKEN_IDS = 1 << 20  # of a list; no vocabulary has as many
 MOST_BIASES = 1 << 17
 MOST_MESSAGES = 1 << 16  # each takes tokens of the context
 MOST_TOOLS = 1 << 12
-LLAMA_CPP = (  # fields of its server that the engine has by the same names
-    *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
-    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-)
 MOST_DOCUMENTS = 1 << 12
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -87,11 +83,12 @@ class StreamOptions(Strict):
         return self
 
 
-class RequestBody(FormFields):
+class RequestBody(LlamaCppFields):
     """What both endpoints share."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
     counts: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)  # of log probabilities
+    is_chat: ClassVar[bool] = False
 
     model: str | None = None  # None: the server's own
     request_id: GivenId | None = None
@@ -151,6 +148,7 @@ class RequestBody(FormFields):
             return body
         check_json(body)
         check_neutral(body, cls.neutral)
+        body = told(body, is_chat=cls.is_chat)
         return {name: value for name, value in body.items() if name not in cls.neutral}
 
     @model_validator(mode="after")
@@ -193,6 +191,8 @@ class RequestBody(FormFields):
             RequestError: a number is above the limit; names the field.
         """
         given = {name: getattr(self, name) for name in self.counts}
+        if self.n_probs:  # what it was called
+            counted("n_probs", self.n_probs, max_logprobs, vocab_size)
         counts = {
             name: counted(name, count, max_logprobs, vocab_size)
             for name, count in given.items()
@@ -262,16 +262,28 @@ class RequestBody(FormFields):
         """Return the decoding parameters; the defaults where nothing was given.
 
         Raises:
-            RequestError: a value is out of its range.
+            RequestError: a value is out of its range, or samplers are asked for in another order.
         """
+        try:
+            params = self._sampling(defaults, max_tokens, logprobs)
+        except RequestError as error:
+            called = self.called(error)
+            if called is error:
+                raise
+            raise called from error
+        if self.samplers is not None:
+            check_samplers(self.samplers, params)
+        return params
+
+    def _sampling(
+        self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {
             name: getattr(defaults if getattr(self, name) is None else self, name)
             for name in DEFAULTED
         }
-        given |= {
-            name: getattr(self, name) for name in LLAMA_CPP if getattr(self, name) is not None
-        }
+        given |= {name: getattr(self, name) for name in SAMPLED if getattr(self, name) is not None}
         allowed = self.allowed_token_ids
         return SamplingParams(
             **given,
