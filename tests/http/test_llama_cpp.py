@@ -260,13 +260,12 @@ def test_an_order_that_is_accepted_draws_what_ours_does(names: tuple[str, ...]) 
         logits = rng.normal(0, rng.choice([0.5, 1.5, 3]), 12)
         mine, its = left_in_order(logits, ours), left_in_order(logits, names)
         differs |= mine.keys() != its.keys()
+    is_refused = False
     try:
         check_samplers([*names], SamplingParams(**given))
-    except RequestError as error:
-        assert error.param == "samplers"
-        assert differs
-    else:
-        assert not differs
+    except RequestError:
+        is_refused = True
+    assert is_refused == differs
 
 
 @pytest.mark.parametrize(
@@ -312,7 +311,7 @@ def test_times_of_several_sequences() -> None:
     span = Span()
     nothing = span.body(5, 0, 0)
     assert nothing["prompt_n"] == 5
-    assert {*nothing.values()} == {0, 0.0, 5}
+    assert {*nothing.values()} == {0, 5}
     for one in (delta(), delta(10.0, 12.0, 12.0), delta(11.0, 13.0, 15.0), delta(10.0, 12.0, 14.0)):
         span.add(one)
     assert span.body(50, 20, 8) == {
