@@ -283,6 +283,7 @@ def test_tokens_that_are_assumed_ban_what_written_ones_do(
         {"repetition_penalty": 1.5},
         {"presence_penalty": 1.5, "bad_words": ["a", "bcd", "c d"]},
         {"frequency_penalty": 0.5, "logit_bias": {7: -1.0, 8: -2.0}},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.1, "repeat_last_n": 6},
         {"min_tokens": 4, "bad_words": ["f"], "repetition_penalty": 1.1},
     ],
 )

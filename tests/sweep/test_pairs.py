@@ -101,7 +101,7 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
         **{"xtc_probability": 0.5, "dry_multiplier": 1.0},
     },
     "mirostat": {
-        **{"temperature": 0.9, "seed": 16, "mirostat": 2, "mirostat_tau": 3.0, "n": 2},
+        **{"temperature": 0.9, "seed": 18, "mirostat": 2, "mirostat_tau": 2.0, "n": 2},
         **{"mirostat_eta": 0.4, "presence_penalty": 0.5, "repeat_last_n": 12},
     },
     "moving": {
