@@ -18,6 +18,8 @@ OLDER = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "json_schema": "json",  # llama.cpp's, as what follows
+    "grammar": "grammar",
 }
 
 
@@ -82,6 +84,8 @@ class FormFields(GenerationFields):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
     def form(self) -> StructuredOutputs | None:
         """Return the form; None: any text.
@@ -108,6 +112,12 @@ class FormFields(GenerationFields):
         """Return the form that one field asks for."""
         if name == STRUCTURED:
             return StructuredOutputs.from_mapping(self.structured_outputs or {})
+        if name == "grammar" and "::=" not in (self.grammar or ""):
+            raise RequestError(
+                f"grammar is {repr(self.grammar)[:80]}, which has no rule of GBNF (root ::= …); "
+                "write one, or send a grammar in Lark's syntax as structured_outputs.grammar",
+                name,
+            )
         if name != "response_format":
             pattern = self.guided_whitespace_pattern
             given = {OLDER[name]: getattr(self, name), "whitespace_pattern": pattern}

@@ -13,10 +13,6 @@ from onnxport.serving.http.strict import Strict, expect
 MAX_STOP_STRINGS: Final = 64  # each is looked for in every piece of text
 MOST_TOKEN_IDS: Final = 1 << 20  # of a list; no vocabulary has as many
 MOST_BIASES: Final = 1 << 17
-LLAMA_CPP: Final = (  # fields of its server that the engine has by the same names
-    *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
-    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -59,6 +55,12 @@ class GenerationFields(Strict):
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: Annotated[list[str], Field(fail_fast=True)] | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    repeat_last_n: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

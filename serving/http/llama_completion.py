@@ -35,7 +35,6 @@ from onnxport.serving.structured.spec import StructuredOutputs
 PATHS: Final = ("/completion", "/completions")  # llama.cpp has both
 NEUTRAL: Final[Mapping[str, Any]] = {
     **OF_ENGINES,
-    "repeat_last_n": ANY,  # of the repeat_penalty, which there is none of
     "penalize_nl": ANY,
     "n_keep": ANY,  # of contexts that are shifted; these are as long as they are
     "n_discard": ANY,

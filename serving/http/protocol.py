@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import DEFAULTED, SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL, check_json, check_neutral
-from onnxport.serving.http.forms import FormFields
-from onnxport.serving.http.generation_fields import LLAMA_CPP, StopStrings, TokenIds
+from onnxport.serving.http.generation_fields import StopStrings, TokenIds
+from onnxport.serving.http.llama_cpp import SAMPLED, LlamaCppFields, check_samplers, told
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
 from onnxport.serving.logprob_limits import counted
@@ -49,11 +49,12 @@ class StreamOptions(Strict):
         return self
 
 
-class RequestBody(FormFields):
+class RequestBody(LlamaCppFields):
     """What both endpoints share."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
     counts: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)  # of log probabilities
+    is_chat: ClassVar[bool] = False
 
     model: str | None = None  # None: the server's own
     request_id: GivenId | None = None
@@ -78,6 +79,7 @@ class RequestBody(FormFields):
             return body
         check_json(body)
         check_neutral(body, cls.neutral)
+        body = told(body, is_chat=cls.is_chat)
         return {name: value for name, value in body.items() if name not in cls.neutral}
 
     @model_validator(mode="after")
@@ -120,6 +122,8 @@ class RequestBody(FormFields):
             RequestError: a number is above the limit; names the field.
         """
         given = {name: getattr(self, name) for name in self.counts}
+        if self.n_probs:  # what it was called
+            counted("n_probs", self.n_probs, max_logprobs, vocab_size)
         counts = {
             name: counted(name, count, max_logprobs, vocab_size)
             for name, count in given.items()
@@ -189,16 +193,28 @@ class RequestBody(FormFields):
         """Return the decoding parameters; the defaults where nothing was given.
 
         Raises:
-            RequestError: a value is out of its range.
+            RequestError: a value is out of its range, or samplers are asked for in another order.
         """
+        try:
+            params = self._sampling(defaults, max_tokens, logprobs)
+        except RequestError as error:
+            called = self.called(error)
+            if called is error:
+                raise
+            raise called from error
+        if self.samplers is not None:
+            check_samplers(self.samplers, params)
+        return params
+
+    def _sampling(
+        self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {
             name: getattr(defaults if getattr(self, name) is None else self, name)
             for name in DEFAULTED
         }
-        given |= {
-            name: getattr(self, name) for name in LLAMA_CPP if getattr(self, name) is not None
-        }
+        given |= {name: getattr(self, name) for name in SAMPLED if getattr(self, name) is not None}
         allowed = self.allowed_token_ids
         return SamplingParams(
             **given,

@@ -237,7 +237,9 @@ def test_sampling(command: list[str]) -> None:
 @pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
 def test_llama_cpp_s_sampling(command: list[str]) -> None:
     given = "--typical-p 0.9 --top-n-sigma 1.5 --xtc-probability 0.5 --xtc-threshold 0.2"
-    more = "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n 64"
+    more = "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n 64 "
+    more += "--repeat-last-n 32 --dynatemp-range 0.4 --dynatemp-exponent 2 --mirostat 2 "
+    more += "--mirostat-tau 4 --mirostat-eta 0.2"
     options = parse(*command, *given.split(), *more.split(), "--max-tokens", "5")
     assert sampling_params(options, SamplingDefaults(typical_p=0.5)) == SamplingParams(
         typical_p=0.9,
@@ -248,6 +250,12 @@ def test_llama_cpp_s_sampling(command: list[str]) -> None:
         dry_base=2.0,
         dry_allowed_length=3,
         dry_penalty_last_n=64,
+        repeat_last_n=32,
+        dynatemp_range=0.4,
+        dynatemp_exponent=2.0,
+        mirostat=2,
+        mirostat_tau=4.0,
+        mirostat_eta=0.2,
         max_tokens=5,
     )
     breakers = ("--dry-sequence-breaker", "a", "--dry-sequence-breaker", "b")

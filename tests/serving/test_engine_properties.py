@@ -40,6 +40,8 @@ MIXES: Sequence[dict[str, Any]] = (
         "xtc_probability": 0.4,
         "top_n_sigma": 3.0,
     },
+    {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5, "presence_penalty": 0.5},
+    {"dynatemp_range": 0.6, "repetition_penalty": 1.3, "repeat_last_n": 5},
     {"skip_reading_prefix_cache": True},
     {"allowed_token_ids": (9, 20, 31), "repetition_detection": RepetitionDetection(3, 1, 2)},
 )

@@ -66,6 +66,8 @@ AXES: Mapping[str, Sequence[str]] = {
             "scored",
             "best",
             "llama.cpp",
+            "mirostat",
+            "moving",
         ),
         "stopped",
     ),
@@ -98,6 +100,14 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
     "llama.cpp": {
         **{"temperature": 0.9, "seed": 14, "top_n_sigma": 4.0, "typical_p": 0.95},
         **{"xtc_probability": 0.5, "dry_multiplier": 1.0},
+    },
+    "mirostat": {
+        **{"temperature": 0.9, "seed": 18, "mirostat": 2, "mirostat_tau": 2.0, "n": 2},
+        **{"mirostat_eta": 0.4, "presence_penalty": 0.5, "repeat_last_n": 12},
+    },
+    "moving": {
+        **{"temperature": 0.8, "seed": 17, "dynatemp_range": 0.6, "dynatemp_exponent": 1.5},
+        **{"repetition_penalty": 1.2, "repeat_last_n": 16, "top_p": 0.95},
     },
     "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "is")},
     "early": {"temperature": 0.0, "min_tokens": 9},

@@ -73,6 +73,8 @@ SOMETIMES: Sequence[dict[str, Any]] = (  # each in a few of the requests
     {"top_k": 20},
     {"n": 3},
     {"dry_multiplier": 2.0},
+    {"mirostat": 2, "mirostat_tau": 4.0},
+    {"dynatemp_range": 0.5, "repeat_penalty": 1.1},
     {"xtc_probability": 0.5, "typical_p": 0.9},
     {"repetition_detection": {"max_pattern_size": 8, "min_count": 3}},
     {"skip_reading_prefix_cache": True},

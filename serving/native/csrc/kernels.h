@@ -64,6 +64,12 @@ struct Moments {
   double sum, squares, count;
 };
 
+// Of values within reach of the largest of all: the sums of their weights at the temperature 1, and of these
+// times how far each is below it; and how many of all are finite.
+struct Spread {
+  double weights, products, count;
+};
+
 struct Kernels {
   const char* name;
 
@@ -129,6 +135,9 @@ struct Kernels {
 
   // How many bits are set.
   int64_t (*count_bits)(const uint32_t* mask, int64_t words);
+
+  // The spread of values[count], of which `maximum` is the largest.
+  Spread (*spread)(const float* values, int64_t count, float maximum);
 };
 
 // Null where this build cannot run them.

@@ -378,8 +378,34 @@ int64_t count_bits(const uint32_t* mask, int64_t words) {
   return found;
 }
 
+onnxport::Spread spread(const float* values, int64_t count, float maximum) {
+  constexpr float kReach = 87.f, kLog2E = 1.44269504f;  // exp(-87) is about the least above 0
+  const Vec lowest = splat(-__FLT_MAX__), bound = splat(maximum - kReach), top = splat(maximum);
+  const Vec one = splat(1.f);
+  onnxport::Spread all{0.0, 0.0, 0.0};
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec weights = splat(0.f), products = weights, number = weights;
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+      const Vec w = weight(x, maximum, kLog2E);
+      for (int p = 0; p < kParts; p++) {
+        const Found weighs = reaches(x.part[p], bound.part[p]);
+        const Floats below = x.part[p] - top.part[p];
+        weights.part[p] = add_where(weights.part[p], weighs, w.part[p]);
+        products.part[p] = add_where(products.part[p], weighs, w.part[p] * below);
+        number.part[p] = add_where(number.part[p], reaches(x.part[p], lowest.part[p]), one.part[p]);
+      }
+    });
+    all.weights += sum_of(weights);
+    all.products += sum_of(products);
+    all.count += sum_of(number);
+  }
+  return all;
+}
+
 constexpr onnxport::Kernels kKernels{
     ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
-    gather_bucket, split, tally, tally_all, list, gather_between, copy_allowed, before, moments, count_bits};
+    gather_bucket, split, tally, tally_all, list, gather_between, copy_allowed, before, moments,
+    count_bits, spread};
 
 }  // namespace

@@ -29,6 +29,21 @@ LLAMA_CPP: tuple[tuple[str, Any, str], ...] = (  # option, type, meaning
     ("--dry-base", float, "how much less by each token of the repetition (1.75)"),
     ("--dry-allowed-length", int, "tokens of the shortest repetition that counts (2)"),
     ("--dry-penalty-last-n", int, "tokens in which repetitions are looked for (-1: all)"),
+    (
+        "--repeat-last-n",
+        int,
+        "the penalties count so many of the last tokens, of prompt and answer, -1 all (the "
+        "repetition penalty all of both, the others all of the answer)",
+    ),
+    (
+        "--dynatemp-range",
+        float,
+        "the temperature moves by up to this, down where the model is sure, and up (0)",
+    ),
+    ("--dynatemp-exponent", float, "the power of how unsure the model is (1)"),
+    ("--mirostat", int, "1 or 2 keep the surprise of tokens near a target, 0 does not (0)"),
+    ("--mirostat-tau", float, "how much tokens are to surprise, in bits (5)"),
+    ("--mirostat-eta", float, "which part of what is missing to it each token makes up for (0.1)"),
 )
 
 
