@@ -17,7 +17,7 @@ demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve 
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/test-installed lint types  ## everything; what continuous integration runs
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 	$(MAKE) webgpu
 
 webgpu: $(WEBGPU_VENV)/installed artifacts  ## the conformance suite on WebGPU, on a GPU in software

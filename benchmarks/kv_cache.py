@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", default="512,2048,8192", help="tokens in the cache")
     parser.add_argument("--heads", default="14,2,64", help="query heads, kv heads, head size")
-    parser.add_argument("--caches", default="float32,float16,int8", help=", ".join(TYPES))
+    parser.add_argument("--caches", default="float32,float16,int8,int4", help=", ".join(TYPES))
     parser.add_argument("--rows", type=int, default=1, help="sequences of the decode step")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prefill")
     parser.add_argument("--layers", type=int, default=24)

@@ -23,7 +23,8 @@ from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from onnxport.graphs.paged import PER_TOKEN, TOKEN_SCALE_BYTES
+from onnxport.cache_rows import SCALE_BYTES, int4_groups, row_elements
+from onnxport.graphs.passes.kv_dtype import GRANULARITIES
 from onnxport.providers.cpu.library import find_library, isa
 from onnxport.providers.memory import huge_page_zeros
 
@@ -32,6 +33,7 @@ TYPES = {
     "float16": (TensorProto.FLOAT16, np.float16),
     "bfloat16": (TensorProto.BFLOAT16, bfloat16),
     "int8": (TensorProto.INT8, np.int8),
+    "int4": (TensorProto.UINT8, np.uint8),
 }
 
 
@@ -84,8 +86,8 @@ class Setting:
 
     @property
     def row_elements(self) -> int:
-        """Elements of a token and KV head in a cache, the scale of an int8 cache included."""
-        return self.head_size + (TOKEN_SCALE_BYTES if self.cache == "int8" else 0)
+        """Elements of a token and KV head in a cache, what belongs to integers included."""
+        return row_elements(self.cache, self.head_size)
 
     @property
     def row_bytes(self) -> int:
@@ -111,8 +113,8 @@ def build_model(setting: Setting) -> bytes:
         "do_rotary": 1,
         "cache_layout": setting.layout,
     }
-    if setting.cache == "int8":
-        attributes |= {"k_quant_type": PER_TOKEN, "v_quant_type": PER_TOKEN}
+    if granularity := GRANULARITIES.get(setting.cache):
+        attributes |= {"k_quant_type": granularity, "v_quant_type": granularity}
     nodes, results = [], []
     for i in range(setting.layers):
         inputs = [*INPUTS]
@@ -135,16 +137,20 @@ def build_model(setting: Setting) -> bytes:
 def some_cache(setting: Setting, num_blocks: int, rng: np.random.Generator) -> NDArray[Any]:
     """A cache of random numbers on huge pages, as the provider has it.
 
-    In int8 it is random bytes, behind which each tile has its scales.
+    Integers are random bytes, behind which each tile has its scales.
     """
     shape = (num_blocks, setting.block_size, setting.kv_heads, setting.row_elements)
     cache = huge_page_zeros(shape, TYPES[setting.cache][1])
-    if setting.cache != "int8":
+    if setting.cache not in GRANULARITIES:
         cache[...] = rng.standard_normal(shape, np.float32) * 0.5
         return cache
-    cache[...] = rng.integers(-127, 128, shape, np.int8)
+    cache[...] = rng.integers(-127, 128, shape, np.int8).view(cache.dtype)
     tiles = cache.reshape(-1, TILE * setting.row_elements)
-    tiles[:, TILE * setting.head_size :] = np.full(TILE, 0.005, np.float32).view(np.int8)
+    if setting.cache == "int4":
+        groups = int4_groups(setting.head_size)
+        sides = tiles[:, TILE * setting.head_size // 2 : -TILE * SCALE_BYTES]
+        sides.reshape(-1, groups, 2, TILE)[:, :, 0] = 8  # steps
+    tiles[:, -TILE * SCALE_BYTES :] = np.full(TILE, 0.005, np.float32).view(cache.dtype)
     return cache
 
 

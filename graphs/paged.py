@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
+from onnxport.cache_rows import SCALE_BYTES, int4_head_size
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
 
 if TYPE_CHECKING:
     import onnx
 
-# A granularity of our own: int8 numbers with a scale for each token and KV head, which lies in the
-# cache. Rows of the cache are wider than a head by the bytes of that scale, a float32.
+# Granularities of our own: int8 with a scale for each token and KV head, and int4, in uint8, with
+# steps for each group of channels besides. Both lie in the cache: `onnxport.cache_rows` says how.
 PER_TOKEN: Final = "PER_TOKEN"
-TOKEN_SCALE_BYTES: Final = 4
+PER_GROUP: Final = "PER_GROUP"
 
 
 class PagedInput(IntEnum):
@@ -59,7 +60,7 @@ class PagedAttentionNode:
     rotary_offset: int
     is_causal: bool
     qk_norm_epsilon: float
-    k_quant_type: str  # NONE, PER_TENSOR, PER_CHANNEL, or ours: PER_TOKEN
+    k_quant_type: str  # NONE, PER_TENSOR, PER_CHANNEL, or ours: PER_TOKEN, PER_GROUP
     v_quant_type: str
     kv_cache_layout: str  # SEPARATE, LATENT
     k_cache_dtype: str  # "" is the cache tensor's own type
@@ -147,7 +148,12 @@ def read_paged_attention(
             f"block_size, kv_heads, head_size] with a fixed head size, found {list(shape)}"
         )
     value = {**_DEFAULTS, **given}
-    head_size = shape[3] - (TOKEN_SCALE_BYTES if value["k_quant_type"] == PER_TOKEN else 0)
+    head_size = _head_size(shape[3], value["k_quant_type"])
+    if head_size is None:
+        raise ArtifactError(
+            f"the key cache of PagedAttention {node.name!r} has rows of {shape[3]} bytes, which no "
+            "head has in int4"
+        )
     if value["v_head_size"] not in (0, head_size):
         raise ArtifactError(
             f"PagedAttention {node.name!r} has v_head_size {value['v_head_size']} beside head "
@@ -192,6 +198,13 @@ def rotary_dim(
     if name not in initializers or len(initializers[name].dims) != 2:
         return None
     return 2 * int(initializers[name].dims[1])
+
+
+def _head_size(elements: int, granularity: str) -> int | None:
+    """The channels of a head, from the elements of a row of the cache; None: it has none."""
+    if granularity == PER_GROUP:
+        return int4_head_size(elements)
+    return elements - (SCALE_BYTES if granularity == PER_TOKEN else 0)
 
 
 def _dims(info: onnx.ValueInfoProto) -> tuple[int | str, ...]:

@@ -15,14 +15,16 @@ The header has exactly these members:
     model          string: what the weights are, `providers.base.KVFormat.model`
     unit_tokens    integer: tokens of one unit
     shape          [num_layers, 2, num_kv_heads, unit_tokens, head_size]
-    dtype          "float32", "float16", "bfloat16" or "int64"
+    dtype          "float32", "float16", "bfloat16", "int8", "int4" or "int64"
     key            64 lower-case hex digits: the SHA-256 chain over all tokens up to the unit's end
-    content_bytes  integer: N, which is the product of `shape` times the bytes of one element
+    content_bytes  integer: N, which is the product of `shape` without its last number times the
+                   bytes of a row, a token's key or value in one head: `onnxport.cache_rows`
 
 The content is the array of that shape in C order: keys, after RoPE, then values, elements
-little-endian. This writer pads the header so that the content starts at a multiple of 64 bytes,
-where it can be mapped into memory as it is; a reader must not rely on that. It writes finite
-numbers alone, and its reader checks that, for earlier builds wrote others, too.
+little-endian; of int8 and int4 it is rows with their scales. This writer pads the header so that
+the content starts at a multiple of 64 bytes, where it can be mapped into memory as it is; a reader
+must not rely on that. It writes finite numbers alone, and its reader checks that, for earlier
+builds wrote others, too.
 
 Every future version keeps the magic, the version and the checksum in these places, so a reader
 can tell a damaged file from one that it does not know.
@@ -43,14 +45,16 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from onnxport import cache_rows
+from onnxport.cache_rows import row_bytes
 from onnxport.errors import OnnxportError
 
 MAGIC: Final = b"\x89OXPKV\r\n"
 VERSION: Final = 1
 KEY_BYTES: Final = 32
 CHECKSUM_BYTES: Final = 32
-ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
-FLOATS: Final = ("bfloat16", "float16", "float32")  # these convert into each other
+WHOLE: Final = "int64"  # of providers without numbers
+DTYPES: Final = (*cache_rows.DTYPES, WHOLE)
 
 _PREFIX = struct.Struct("<8sII")  # magic, version, header length
 _ALIGNMENT = 64
@@ -69,7 +73,7 @@ class ForeignFileError(Exception):
 class Entry:
     """The K/V of one unit."""
 
-    content: bytes  # [num_layers, 2, num_kv_heads, unit_tokens, head_size], C order
+    content: bytes  # [num_layers, 2, num_kv_heads, unit_tokens, elements of a row], C order
     dtype: str  # of its elements
 
 
@@ -96,10 +100,10 @@ class DiskFormat:
             value = getattr(self, name)
             if value < 1:
                 raise OnnxportError(f"{name} of the K/V on disk is {value}; it must be at least 1")
-        if self.dtype not in ITEM_BYTES:
+        if self.dtype not in DTYPES:
             raise OnnxportError(
                 f"K/V of dtype {self.dtype!r} cannot be kept on disk; it must be one of "
-                f"{', '.join(ITEM_BYTES)}: choose another kv_cache_dtype, or leave kv_disk out"
+                f"{', '.join(DTYPES)}: choose another kv_cache_dtype, or leave kv_disk out"
             )
 
     @property
@@ -117,8 +121,14 @@ class DiskFormat:
 
     @property
     def readable_dtypes(self) -> tuple[str, ...]:
-        """Dtypes of which an entry is of use: any floating point for floating point."""
-        return FLOATS if self.dtype in FLOATS else (self.dtype,)
+        """Dtypes of which an entry is of use: floats are for any numbers, int8 not for floats.
+
+        Whoever asks for a finer cache shall not go on from a coarser one of another day.
+        """
+        if self.dtype == WHOLE:
+            return (WHOLE,)
+        coarsest = max(len(cache_rows.FLOAT_BYTES), cache_rows.DTYPES.index(self.dtype) + 1)
+        return cache_rows.DTYPES[:coarsest]
 
     @property
     def max_file_bytes(self) -> int:
@@ -128,7 +138,8 @@ class DiskFormat:
 
     def content_bytes(self, dtype: str) -> int:
         """Bytes of a content of `dtype`."""
-        return math.prod(self.shape) * ITEM_BYTES[dtype]
+        whole = 8 * self.head_size if dtype == WHOLE else row_bytes(dtype, self.head_size)
+        return math.prod(self.shape[:-1]) * whole
 
     def file_bytes(self, dtype: str) -> int:
         """Bytes of the file that `encode` makes of a content of `dtype`."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from onnxport.kv.disk_file import FLOATS, Entry
+from onnxport import cache_rows
+from onnxport.kv.disk_file import Entry
 from onnxport.kv.host_tier import HostTier
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class TieredStore:
     def get(self, key: bytes) -> Entry | None:
         """The entry, which is in host memory then and the most recently used; None: it is gone.
 
-        Its dtype is the store's own, or another floating point that the caller converts. An
+        Its dtype is the store's own, or another one of numbers that the caller converts. An
         entry that only the disk has is read on this thread.
         """
         content = self._host.get(key)
@@ -83,7 +84,9 @@ class TieredStore:
         Both must be floating point where they differ, so that whoever gets an entry can convert.
         """
         if dtype != self._dtype:
-            assert {dtype, self._dtype} <= set(FLOATS), f"{self._dtype} entries are no {dtype}"
+            assert {dtype, self._dtype} <= set(cache_rows.DTYPES), (
+                f"{self._dtype} entries are no {dtype}"
+            )
             found = {key: self._other_dtypes.get(key, self._dtype) for key, _ in self._host.items()}
             self._other_dtypes = {key: kept for key, kept in found.items() if kept != dtype}
             self._dtype = dtype

@@ -226,15 +226,16 @@ class KVFormat:
     """What K/V blocks are, apart from the provider that holds them.
 
     In the canonical form, which all providers read and write, a block of `block_size` tokens is an
-    array [num_layers, 2, num_kv_heads, block_size, head_size] of `dtype`: keys, after RoPE, then
-    values. Blocks of one model can therefore move between providers.
+    array [num_layers, 2, num_kv_heads, block_size, elements] of `dtype`: keys, after RoPE, then
+    values, in rows that `onnxport.cache_rows` describes; of floats they are head_size numbers.
+    Blocks of one model can therefore move between providers: `providers.rows.convert`.
     """
 
     model: str  # identifies the weights: hex SHA-256 of the manifest's file checksums
     num_layers: int  # that a block has room for
     num_kv_heads: int
     head_size: int
-    dtype: str  # of the elements: float32, float16, bfloat16
+    dtype: str  # of rows: one of `cache_rows.DTYPES`
     # Of each layer of the model, its group and its place in that group's blocks, where there are
     # several groups (`Capabilities.windows`); (): one, of all layers in their order.
     places: tuple[tuple[int, int], ...] = ()
@@ -376,7 +377,7 @@ class Model(Protocol):
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
         """Return the blocks in canonical form, in memory of its own.
 
-        The shape is [len(blocks), num_layers, 2, num_kv_heads, block_size, head_size], the dtype
+        The shape is [len(blocks), num_layers, 2, num_kv_heads, block_size, elements], the dtype
         that of `KVFormat`. Raises ProviderError when the device fails.
         """
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,22 +18,6 @@ from numpy.typing import DTypeLike, NDArray
 # returns a view of the same memory: [num_blocks, kv_heads, …, …], where the axes after the heads
 # make up the tokens of a block in their order, and then the channels of a token in theirs.
 CacheView = Callable[[NDArray[np.generic]], NDArray[np.generic]]
-
-LARGEST_HALF: Final = np.float32(65504)
-
-
-def convert(content: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
-    """Return keys or values in another type of floats, those that have it as they are.
-
-    What is finite stays finite: past float16's range it becomes the largest number there, as in
-    the kernel that writes such a cache.
-    """
-    if content.dtype == dtype:
-        return content
-    if dtype == np.float16:
-        wide = content.astype(np.float32)
-        content = np.where(np.isinf(wide), wide, np.clip(wide, -LARGEST_HALF, LARGEST_HALF))
-    return content.astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +140,18 @@ class HostBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CacheCodec:
-    """How a quantized cache stores numbers.
+    """How a quantized cache stores rows.
 
-    Both take blocks of one cache as they are stored, [n, …], C-contiguous, and their numbers in
-    canonical order, float32 [n, kv_heads, block_size, head_size].
+    Both take blocks of one cache as they are stored, [n, …], C-contiguous, and their rows in
+    canonical order, [n, kv_heads, block_size, elements of a row].
     """
 
-    decode: Callable[[NDArray[Any]], NDArray[np.float32]]
+    decode: Callable[[NDArray[Any]], NDArray[Any]]
     encode: Callable[[NDArray[Any], NDArray[Any]], None]  # writes to the second
 
 
 class CodedBlocks:
-    """Quantized caches of all layers; their canonical form is float32.
-
-    Copying copies bytes, and is therefore exact.
-    """
+    """Quantized caches of all layers. Copying copies bytes, and is therefore exact."""
 
     def __init__(
         self,
@@ -178,15 +159,18 @@ class CodedBlocks:
         block_shape: tuple[int, int, int],
         key: CacheCodec,
         value: CacheCodec,
+        dtype: DTypeLike = np.float32,
     ) -> None:
         """View the caches.
 
         Args:
             caches: the key and the value cache of each layer, [num_blocks, …].
-            block_shape: of a canonical block in one layer: kv_heads, block_size, head_size.
+            block_shape: of a canonical block in one layer: kv_heads, block_size, elements of a row.
             key: of the key caches.
             value: of the value caches.
+            dtype: of the elements of rows, see `providers.rows`.
         """
+        self._dtype = np.dtype(dtype)
         self._num_blocks = len(caches[0][0])
         self._block_shape = (len(caches), 2, *block_shape)
         self._parts = [
@@ -205,19 +189,19 @@ class CodedBlocks:
             cache[to] = cache[at]
 
     def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """See `providers.base.Model.read_blocks`; float32."""
+        """See `providers.base.Model.read_blocks`."""
         at = self._ids(blocks)
-        content = np.empty((len(at), *self._block_shape), np.float32)
+        content = np.empty((len(at), *self._block_shape), self._dtype)
         for layer, part, cache, codec in self._parts:
             content[:, layer, part] = codec.decode(cache[at])
         return content
 
     def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
-        """See `providers.base.Model.write_blocks`; float32."""
+        """See `providers.base.Model.write_blocks`."""
         to = self._ids(blocks, distinct=True)
         wanted = (len(to), *self._block_shape)
         assert content.shape == wanted, f"content of shape {content.shape}, not {wanted}"
-        assert content.dtype == np.float32, f"content of {content.dtype}, not float32"
+        assert content.dtype == self._dtype, f"content of {content.dtype}, not {self._dtype}"
         for layer, part, cache, codec in self._parts:
             stored = np.empty((len(to), *cache.shape[1:]), cache.dtype)
             codec.encode(content[:, layer, part], stored)

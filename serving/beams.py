@@ -92,6 +92,11 @@ class Beginning:
     stream: Callable[[], TextStream | None]
 
 
+def together(request: Request) -> Sequence[Request]:
+    """Return who yields with a running request: all beams of its search, or it alone."""
+    return (request,) if request.beams is None else request.beams.running
+
+
 def score(logprob: float, length: int, length_penalty: float) -> float:
     """Return by what texts are compared; the length is that of prompt and output."""
     return logprob / math.pow(length, length_penalty)

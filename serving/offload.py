@@ -16,12 +16,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
+from onnxport.cache_rows import DTYPES, row_elements
 from onnxport.errors import DeviceLostError, ProviderError
 from onnxport.kv.disk_file import DiskFormat, Entry
 from onnxport.kv.host_tier import HostTier
@@ -30,7 +31,7 @@ from onnxport.kv.prefix import BlockKeys, stored_keys, unit_tokens
 from onnxport.kv.table import blocks_for
 from onnxport.kv.tiers import TieredStore
 from onnxport.providers.base import Capabilities, Model
-from onnxport.providers.blocks import convert
+from onnxport.providers.rows import INTEGERS, convert, element_type, scales_of
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
@@ -100,9 +101,7 @@ class Offloader:
             As the constructor.
         """
         format_ = disk_format(model.capabilities)
-        if replace(format_, dtype=self._format.dtype) == self._format and (
-            format_.dtype in self._format.readable_dtypes
-        ):
+        if replace(format_, dtype=self._format.dtype) == self._format and self._takes(format_):
             self._store.retype(format_.dtype)
         else:
             logger.warning(
@@ -178,6 +177,15 @@ class Offloader:
             logger.warning("not all cached K/V could be written to disk in %d s", PERSIST_TIMEOUT_S)
         self._store.close(CLOSE_TIMEOUT_S)
 
+    def _takes(self, format_: DiskFormat) -> bool:
+        """Whether the tiers that are there can hold blocks of another dtype beside their own.
+
+        What is in host memory converts; on disk nothing is coarser than what it was opened for.
+        """
+        if format_.dtype in self._format.readable_dtypes:
+            return True
+        return self._config.kv_disk is None and {format_.dtype, self._format.dtype} <= set(DTYPES)
+
     def _serve(self, model: Model, pool: BlockPool) -> None:
         limits = model.capabilities
         self._model = model
@@ -229,7 +237,7 @@ class Offloader:
             block = keys.block(column)
             return find(block[-1], group) is not None or self._has(block, group)
 
-        columns = scheduler.planner.columns_ahead(request)
+        columns = scheduler.planner.hits.columns_ahead(request)
         end = groups.reach(columns, has)
         held, missing = [], []
         for column in range(columns.start, end):
@@ -286,7 +294,7 @@ class Offloader:
 
         Args:
             blocks: of the pool.
-            units: of each block, [num_layers, 2, num_kv_heads, unit, head_size] each.
+            units: of each block, [num_layers, 2, num_kv_heads, unit, elements of a row] each.
             read_s: what it took to read them.
         """
         start = self._clock()
@@ -331,11 +339,11 @@ class Offloader:
                 yield from zip(keys, units, strict=True)
 
     def _array(self, content: bytes, dtype: str) -> NDArray[np.generic]:
-        """Return a unit as an array [num_layers, 2, num_kv_heads, unit, head_size]."""
+        """Return a unit as an array [num_layers, 2, num_kv_heads, unit, elements of a row]."""
         format_ = self._model.capabilities.kv_format
-        shape = (format_.num_layers, 2, format_.num_kv_heads, self._unit, format_.head_size)
-        array = np.frombuffer(content, element_type(dtype)).reshape(shape)
-        return convert(array, self._dtype)
+        array = np.frombuffer(content, element_type(dtype))
+        shape = (format_.num_layers, 2, format_.num_kv_heads, self._unit, -1)
+        return convert(array.reshape(shape), self._dtype)
 
     def _report(self, what: str, error: ProviderError) -> None:
         self._num_failed += 1
@@ -352,7 +360,8 @@ def open_store(config: EngineConfig, format_: DiskFormat) -> TieredStore:
     if config.kv_disk is not None:
         from onnxport.kv.disk_tier import DiskTier
 
-        disk = DiskTier(config.kv_disk, config.kv_disk_bytes, format_, find_fault=fault_of)
+        find_fault = partial(fault_of, head_size=format_.head_size)
+        disk = DiskTier(config.kv_disk, config.kv_disk_bytes, format_, find_fault=find_fault)
     return TieredStore(HostTier(config.host_memory), disk, format_.dtype)
 
 
@@ -370,21 +379,25 @@ def disk_format(limits: Capabilities) -> DiskFormat:
     )
 
 
-def fault_of(entry: Entry) -> str | None:
-    """Return why K/V from disk are of no use; None: they are.
+def fault_of(entry: Entry, head_size: int) -> str | None:
+    """Return why K/V from disk, of heads of a size, are of no use; None: they are.
 
     What is not finite is not written, but earlier builds did, and others may: whoever goes on from
     it fails.
     """
-    numbers = np.frombuffer(entry.content, element_type(entry.dtype))
-    return None if are_finite(numbers[None])[0] else "it holds numbers that are not finite"
+    elements = row_elements(entry.dtype, head_size)
+    rows = np.frombuffer(entry.content, element_type(entry.dtype)).reshape(1, -1, elements)
+    return None if are_finite(rows)[0] else "it holds numbers that are not finite"
 
 
 def are_finite(blocks: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Return of each block, [num_blocks, ...], whether all its numbers are finite.
+    """Return of each block, [num_blocks, ..., elements of a row], whether all of it is finite.
 
-    By the bits: NumPy takes ten times as long to ask float16 or bfloat16.
+    Those of integers are if their scales are. By the bits: NumPy takes ten times as long to ask
+    float16 or bfloat16.
     """
+    if blocks.dtype in INTEGERS:
+        blocks = scales_of(blocks)
     numbers = blocks.reshape(len(blocks), -1)
     found: NDArray[np.bool_]
     if numbers.dtype.itemsize != 2:
@@ -393,8 +406,3 @@ def are_finite(blocks: NDArray[np.generic]) -> NDArray[np.bool_]:
         infinity = np.array(np.inf, numbers.dtype).view(np.uint16) << 1  # without the sign
         found = (numbers.view(np.uint16) << 1).max(axis=1) < infinity
     return found
-
-
-def element_type(name: str) -> DTypeLike:
-    """Return NumPy's type of a K/V element."""
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.order import by_length
+
 if find_spec("hypothesis") is not None:  # where other wheels are tested, only conformance runs
     from tests.tiers import register_profile
 
@@ -56,6 +58,12 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let the workers of `make test` begin with what takes longest; see `tests/order.py`."""
+    if hasattr(config, "workerinput"):
+        items[:] = by_length(items, float(config.getini("timeout")))
 
 
 def _allow_interrupts() -> None:

@@ -7,36 +7,34 @@ from typing import Final
 import onnx
 from onnx import TensorProto
 
+from onnxport.cache_rows import INT4, INT8, row_elements
 from onnxport.errors import ArtifactError
 from onnxport.graphs.inspect import set_attribute
-from onnxport.graphs.paged import (
-    PER_TOKEN,
-    TOKEN_SCALE_BYTES,
-    attention_nodes,
-    is_paged_attention,
-)
+from onnxport.graphs.paged import PER_GROUP, PER_TOKEN, attention_nodes, is_paged_attention
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 KV_DTYPES: Final = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
-    "int8": TensorProto.INT8,
+    INT8: TensorProto.INT8,
+    INT4: TensorProto.UINT8,
 }
+GRANULARITIES: Final = {INT8: PER_TOKEN, INT4: PER_GROUP}
 
 
 def set_kv_dtype(model: onnx.ModelProto, dtype: str) -> PassResult:
     """Set the element type of the cache inputs and outputs; the operator converts.
 
-    In int8 each token's keys, and its values, of a head share a scale that the operator computes
-    when it writes them. The scale lies beside them, so the caches' last dimension grows from
-    head_size to head_size + TOKEN_SCALE_BYTES, and the nodes get the granularity PER_TOKEN, which
-    our CPU kernel alone understands.
+    In int8 and int4 each token's keys, and its values, of a head have scales that the operator
+    computes when it writes them. They lie beside the numbers, so the caches' last dimension becomes
+    that of such rows (`onnxport.cache_rows`), and the nodes get a granularity that our CPU kernel
+    alone understands.
 
     Args:
         model: A paged graph whose PagedAttention nodes are still there.
         dtype: One of KV_DTYPES. Types other than the activations' need a kernel (or, but for
-            int8, the decomposed graph) that accepts them.
+            integers, the decomposed graph) that accepts them.
 
     Raises:
         ValueError: An unknown dtype.
@@ -59,11 +57,11 @@ def set_kv_dtype(model: onnx.ModelProto, dtype: str) -> PassResult:
         if info.name not in widths or kind.elem_type == KV_DTYPES[dtype]:
             continue
         kind.elem_type = KV_DTYPES[dtype]
-        if dtype == "int8":
-            kind.shape.dim[3].dim_value = widths[info.name] + TOKEN_SCALE_BYTES
+        if dtype in GRANULARITIES:
+            kind.shape.dim[3].dim_value = row_elements(dtype, widths[info.name])
         changed += 1
-    if dtype == "int8":
+    if granularity := GRANULARITIES.get(dtype):
         for node in (node for node in copy.graph.node if is_paged_attention(node)):
-            set_attribute(node, "k_quant_type", PER_TOKEN)
-            set_attribute(node, "v_quant_type", PER_TOKEN)
+            set_attribute(node, "k_quant_type", granularity)
+            set_attribute(node, "v_quant_type", granularity)
     return PassResult("kv_dtype", copy, {f"caches to {dtype}": changed})

@@ -25,7 +25,7 @@ class NativeLimits:
     """What a device's PagedAttention accepts; a provider declares it."""
 
     activation_dtypes: frozenset[str]  # float32, float16, bfloat16
-    cache_dtypes: frozenset[str]  # the same, and int8
+    cache_dtypes: frozenset[str]  # the same, int8, and uint8, which int4 lies in
     max_head_size: int
     head_size_multiple: int = 8  # head sizes are multiples of this
     rotary_multiple: int = 2  # likewise what rotates of a head, and heads of which some rotates

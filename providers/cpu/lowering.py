@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 KERNEL_LIMITS: Final = NativeLimits(
     activation_dtypes=frozenset({"float32"}),
-    cache_dtypes=frozenset(CACHE_DTYPES),
+    cache_dtypes=frozenset(str(np.dtype(kind)) for kind in CACHE_DTYPES.values()),
     max_head_size=MAX_HEAD_SIZE,
     head_size_multiple=HEAD_SIZE_MULTIPLE,
 )

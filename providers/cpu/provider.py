@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onnxport.cache_rows import row_bytes
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
@@ -24,8 +25,6 @@ from onnxport.providers.cpu.caches import (
     SMALL_BYTES,
     CachePair,
     allocate,
-    canonical_dtype,
-    row_bytes,
     supported_dtypes,
 )
 from onnxport.providers.cpu.choices import (
@@ -220,7 +219,7 @@ def _capabilities(
         block_size=pool.block_size,
         num_blocks=pool.num_blocks,
         kv_block_bytes=pool.block_bytes,
-        kv_format=KVFormat.of(artifact, canonical_dtype(cache_dtype), groups),
+        kv_format=KVFormat.of(artifact, cache_dtype, groups),
         max_model_len=pool.max_model_len,
         vocab_size=artifact.manifest.model.num_logits,
         max_batch_rows=None,

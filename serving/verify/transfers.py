@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Model
-from onnxport.providers.blocks import convert
+from onnxport.providers.rows import convert
 from onnxport.serving.verify.decoding import Tokens
 from onnxport.serving.verify.prompts import Prompt
 from onnxport.serving.verify.sequence import LoneSequence
@@ -23,7 +23,7 @@ class SavedPrompt:
 
     prompt: Prompt
     first_token: int  # that it chose after the prompt
-    cache: NDArray[np.generic]  # [num_layers, 2, num_kv_heads, num_tokens, head_size], host
+    cache: NDArray[np.generic]  # [num_layers, 2, num_kv_heads, num_tokens, elements], host
 
 
 @dataclass(frozen=True, slots=True)

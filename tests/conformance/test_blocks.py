@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from onnxport.providers.base import Capabilities
+from onnxport.providers.rows import convert, element_type
 from tests.conformance.conftest import Loaded
 from tests.conformance.models import step, tables_of
 from tests.conformance.workload import SYSTEM
@@ -17,7 +17,8 @@ def some_content(limits: Capabilities, count: int, seed: int = 0) -> NDArray[np.
     """Random blocks in canonical form."""
     form = limits.kv_format
     shape = (count, form.num_layers, 2, form.num_kv_heads, limits.block_size, form.head_size)
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.dtype(form.dtype))
+    numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return convert(numbers, element_type(form.dtype))
 
 
 def is_lossless(limits: Capabilities) -> bool:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ml_dtypes  # noqa: F401  names bfloat16 for NumPy
-import numpy as np
 import pytest
 
 from onnxport.providers.base import Model
+from onnxport.providers.rows import convert, element_type
 from onnxport.serving.verify.transfers import read_layers, write_layers
 from tests.conformance.conftest import Loaded
 from tests.conformance.lanes import partner_of
@@ -122,9 +121,9 @@ def test_a_sequence_moves_in_mid_generation(loaded: Loaded) -> None:
         for model in route:
             if last is not None and model is not last:
                 content = read_layers(last, tables_of(last.capabilities, blocks))
-                dtype = np.dtype(model.capabilities.kv_format.dtype)
+                dtype = element_type(model.capabilities.kv_format.dtype)
                 tables = tables_of(model.capabilities, blocks)
-                write_layers(model, tables, content.astype(dtype))
+                write_layers(model, tables, convert(content, dtype))
             logits = model.run(step([(tokens[past:], past, blocks)], model.capabilities))
             past, last = len(tokens), model
             tokens.append(int(logits[-1].argmax()))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxport.cache_rows import row_elements
 from onnxport.errors import ArtifactError, ProviderError
 from onnxport.graphs import contract as c
 from onnxport.graphs.inspect import attribute_int
-from onnxport.graphs.paged import PER_TOKEN, TOKEN_SCALE_BYTES, attention_nodes
+from onnxport.graphs.paged import PER_GROUP, PER_TOKEN, attention_nodes
 from onnxport.graphs.passes.accuracy import has_int8_products, set_accuracy, takes_int8
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.kv_dtype import KV_DTYPES, set_kv_dtype
@@ -54,36 +55,52 @@ def test_the_type_that_is_there_changes_nothing() -> None:
     assert str(result) == "kv_dtype: nothing to do"
 
 
-def test_an_int8_cache_has_room_for_scales() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "element", "granularity"),
+    [("int8", TensorProto.INT8, PER_TOKEN), ("int4", TensorProto.UINT8, PER_GROUP)],
+)
+def test_a_cache_of_integers_has_room_for_scales(
+    dtype: str, element: int, granularity: str
+) -> None:
     case = case_with()
     before = paged_model(case, layers=2)
-    result = set_kv_dtype(before, "int8")
-    assert result.changes == {"caches to int8": 8}
+    result = set_kv_dtype(before, dtype)
+    assert result.changes == {f"caches to {dtype}": 8}
     infos = (*result.model.graph.input, *result.model.graph.output)
     caches = [info.type.tensor_type for info in infos if "key_values" in info.name]
     caches += [info.type.tensor_type for info in infos if "present" in info.name]
     assert len(caches) == 8
     for cache in caches:
-        assert cache.elem_type == TensorProto.INT8
-        assert cache.shape.dim[3].dim_value == case.head_size + TOKEN_SCALE_BYTES
+        assert cache.elem_type == element
+        assert cache.shape.dim[3].dim_value == row_elements(dtype, case.head_size)
     for old, new in zip(attention_nodes(before), attention_nodes(result.model), strict=True):
         assert (old.k_quant_type, old.is_quantized) == ("NONE", False)
-        assert new == replace(old, k_quant_type=PER_TOKEN, v_quant_type=PER_TOKEN)
+        assert new == replace(old, k_quant_type=granularity, v_quant_type=granularity)
         assert new.is_quantized
 
 
-def test_no_other_lowering_takes_an_int8_cache() -> None:
-    model = set_kv_dtype(paged_model(case_with()), "int8").model
-    with pytest.raises(ArtifactError, match="uses a cache quantized PER_TOKEN"):
+@pytest.mark.parametrize(("dtype", "granularity"), [("int8", "PER_TOKEN"), ("int4", "PER_GROUP")])
+def test_no_other_lowering_takes_a_cache_of_integers(dtype: str, granularity: str) -> None:
+    model = set_kv_dtype(paged_model(case_with()), dtype).model
+    with pytest.raises(ArtifactError, match=f"uses a cache quantized {granularity}"):
         decompose(model)
-    with pytest.raises(ProviderError, match="a KV cache of int8, allowed are"):
+    with pytest.raises(ProviderError, match=r"a KV cache of u?int8, allowed are"):
         keep_native(model, LIMITS)
+
+
+def test_rows_of_int4_that_no_head_has_are_refused() -> None:
+    model = set_kv_dtype(paged_model(case_with()), "int4").model
+    for info in model.graph.input:
+        if "key_values" in info.name:
+            info.type.tensor_type.shape.dim[3].dim_value += 2
+    with pytest.raises(ArtifactError, match="which no head has in int4"):
+        attention_nodes(model)
 
 
 def test_an_unknown_cache_type_is_refused() -> None:
     with pytest.raises(ValueError, match="float8"):
         set_kv_dtype(paged_model(case_with()), "float8")
-    assert set(KV_DTYPES) == {"float32", "float16", "bfloat16", "int8"}
+    assert set(KV_DTYPES) == {"float32", "float16", "bfloat16", "int8", "int4"}
 
 
 def test_a_graph_without_or_with_quantized_attention_is_refused() -> None:

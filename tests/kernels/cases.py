@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.kernels.reference import CACHE_TYPES, Case, quantize
+from tests.kernels.reference import CACHE_TYPES, Case, quantize, quantize_int4
 
 HEADS = [(1, 1), (4, 4), (4, 2), (8, 1), (14, 2), (6, 3), (9, 3), (12, 1)]
 LAYOUTS = {
@@ -12,6 +12,7 @@ LAYOUTS = {
     "float16": ("canonical", "tiled"),
     "bfloat16": ("canonical", "tiled", "paired"),
     "int8": ("tiled",),
+    "int4": ("tiled",),
 }
 HEAD_SIZES = [32, 40, 64, 64, 72, 80, 96, 104, 112, 128, 256]
 
@@ -37,6 +38,8 @@ def lengths(rng: np.random.Generator) -> tuple[list[int], list[int]]:
 def cache_contents(rng: np.random.Generator, shape: tuple[int, ...], cache_type: str) -> np.ndarray:
     if cache_type == "int8":
         return quantize(rng.standard_normal(shape))
+    if cache_type == "int4":
+        return quantize_int4(rng.standard_normal(shape))
     return rng.standard_normal(shape).astype(CACHE_TYPES[cache_type])
 
 
@@ -83,8 +86,9 @@ def random_case(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     num_heads, kv_heads = HEADS[rng.integers(len(HEADS))]
     head_size = int(rng.choice(HEAD_SIZES))
-    cache_type = list(CACHE_TYPES)[seed % 4]
-    layout = LAYOUTS[cache_type][seed // 4 % len(LAYOUTS[cache_type])]
+    number, kind = divmod(seed, 4)
+    cache_type = list(CACHE_TYPES)[kind + (kind == 3 and number % 2)]  # int8 and int4 by turns
+    layout = LAYOUTS[cache_type][number % len(LAYOUTS[cache_type])]
     plain = layout == "canonical"
     block_size = int(rng.choice([8, 16, 24, 32, 64] if plain else [16, 32, 64]))
     past, new = lengths(rng)

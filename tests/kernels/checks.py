@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.kernels import reference
+from tests.kernels import int4_rows, reference
 from tests.kernels.reference import Case
 
 TOLERANCE = 1e-5  # of outputs, whose magnitude is about 1
@@ -18,6 +18,9 @@ def check_cache(case: Case, expected: np.ndarray, found: np.ndarray, exact: bool
         return
     if case.cache_type == "int8":
         check_quantized(case, expected, found)
+        return
+    if case.cache_type == "int4":
+        check_levels(case, expected, found)
         return
     # The operator rounds once more, to float32 ahead of the cache's type, so that a value next to
     # the middle of two steps may go to the other one; 2e-6 is for cancellation in the rotation.
@@ -37,6 +40,17 @@ def check_quantized(case: Case, expected: np.ndarray, found: np.ndarray) -> None
     assert np.mean(difference != 0) < 0.003, case.name
 
 
+def check_levels(case: Case, expected: np.ndarray, found: np.ndarray) -> None:
+    """As `check_quantized`; another number next to the middle of two may be another level."""
+    (a, b) = (int4_rows.split(rows) for rows in (expected, found))
+    np.testing.assert_allclose(b[3], a[3], rtol=2.0**-14, err_msg=case.name)
+    for one, other in zip(a[1:3], b[1:3], strict=True):  # steps, firsts
+        assert np.abs(one - other).max() <= 1, case.name
+    numbers = np.abs(int4_rows.numbers_of(expected) - int4_rows.numbers_of(found))
+    assert numbers.max() <= 20, case.name  # a step, and what the first has moved by
+    assert np.mean(numbers != 0) < 0.01, case.name
+
+
 def check(case: Case, found: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     """Checks the output and every byte of both caches, written and untouched."""
     output, key_cache, value_cache = found
@@ -53,7 +67,7 @@ def check(case: Case, found: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         bound = reference.attend(case, key_cache, np.abs(value_cache)) * 2.0**-8
         assert np.all(np.abs(output - expected) <= bound + TOLERANCE), case.name
         return
-    if case.cache_type == "int8":
+    if case.has_integers:
         check_integers(case, expected, output)
         return
     np.testing.assert_allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=case.name)

@@ -1,9 +1,9 @@
 """A slow, obvious NumPy version of `com.microsoft.PagedAttention`, written from its schema.
 
 Everything is computed in float64 and one query row at a time; only what the cache stores is rounded
-to the cache's type, in the paired layout the scaled query to bfloat16, and over an int8 cache query
-and weights to eight bits. The window follows ONNX Runtime's CUDA kernel, which hands FlashAttention
-`local_window_size - 1` as the left window: the query's own position counts.
+to the cache's type, in the paired layout the scaled query to bfloat16, and over a cache of integers
+query and weights to eight bits. The window follows ONNX Runtime's CUDA kernel, which hands
+FlashAttention `local_window_size - 1` as the left window: the query's own position counts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from ml_dtypes import bfloat16
 
+from tests.kernels import int4_rows
+
 CACHE_TYPES = {
     "float": np.float32,
     "float16": np.float16,
     "bfloat16": bfloat16,
     "int8": np.int8,
+    "int4": np.uint8,  # see int4_rows
 }
 
 
@@ -32,7 +35,7 @@ class Case:
     key: np.ndarray  # [tokens, kv_heads, head_size] float32
     value: np.ndarray  # likewise
     # [num_blocks, block_size, kv_heads, head_size] of the cache's type; in int8 head_size + 4, for
-    # the float32 scale of a token and head follows its numbers
+    # the float32 scale of a token and head follows its numbers; in int4 see int4_rows
     key_cache: np.ndarray
     value_cache: np.ndarray  # likewise
     past_lengths: list[int]
@@ -56,6 +59,10 @@ class Case:
     epsilon: float = 1e-6
     metadata: np.ndarray | None = None  # [3] int32
     name: str = field(default="", compare=False)
+
+    @property
+    def has_integers(self) -> bool:
+        return self.cache_type in ("int8", "int4")
 
     @property
     def block_size(self) -> int:
@@ -123,14 +130,24 @@ def dequantize(rows: np.ndarray) -> np.ndarray:
     return rows[..., :-4].astype(np.float64) * scale.astype(np.float64)
 
 
+def quantize_int4(x: np.ndarray) -> np.ndarray:
+    """Rows of an int4 cache from numbers [..., head_size]: those of an int8 cache, coarser."""
+    rows = quantize(x)
+    return int4_rows.pack(rows[..., :-4], np.ascontiguousarray(rows[..., -4:]).view(np.float32))
+
+
 def encode(case: Case, x: np.ndarray) -> np.ndarray:
     """[kv_heads, head_size] as the cache stores it."""
+    if case.cache_type == "int4":
+        return quantize_int4(x)
     if case.cache_type == "int8":
         return quantize(x)
     return x.astype(np.float32).astype(CACHE_TYPES[case.cache_type])
 
 
 def decode(case: Case, x: np.ndarray) -> np.ndarray:
+    if case.cache_type == "int4":
+        return int4_rows.dequantize(x)
     return dequantize(x) if case.cache_type == "int8" else x.astype(np.float64)
 
 
@@ -159,7 +176,7 @@ def round_query(case: Case, query: np.ndarray, scale: float) -> np.ndarray:
     """Rounds what the operator multiplies keys with: ahead of a tanh, or for powers of two."""
     factor = scale / case.softcap if case.softcap else scale * np.log2(np.e)
     scaled = (query * factor).astype(np.float32)
-    if case.cache_type == "int8":
+    if case.has_integers:
         return np.stack([round_pairs(row, 127) for row in scaled]) / factor
     return scaled.astype(bfloat16).astype(float) / factor
 
@@ -206,13 +223,13 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
         keys = decode(case, key_cache[blocks, positions % case.block_size])
         rows = value_cache[blocks, positions % case.block_size]
         values = decode(case, rows)
-        if case.cache_type == "int8":
+        if case.has_integers:
             value_scales = np.ascontiguousarray(rows[..., -4:]).view(np.float32)[..., 0]
         for i in range(count):
             token, position = starts[s] + i, case.past_lengths[s] + i
             query = rms_norm(case.query[token].astype(float), case.q_norm, case.epsilon)
             query = rotate(case, query, position)
-            if case.layout == "paired" or case.cache_type == "int8":
+            if case.layout == "paired" or case.has_integers:
                 query = round_query(case, query, scale)
             seen = np.ones(total, bool)
             if case.causal:
@@ -228,7 +245,7 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
                 top = max(logits.max(), sink)
                 weights = np.exp(logits - top)
                 denominator = weights.sum() + np.exp(sink - top)
-                if case.cache_type == "int8":
+                if case.has_integers:
                     every = np.zeros(len(seen))
                     every[seen] = weights
                     weights = round_weights(every, seen, value_scales[:, g])[seen]
@@ -268,6 +285,8 @@ def from_layout(cache: np.ndarray, layout: str, key: bool) -> np.ndarray:
 
 def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
     """The bytes of the tiled layout, in the canonical shape that the graph declares."""
+    if cache.dtype == np.uint8:
+        return int4_rows.to_tiled(cache, key)
     blocks, size, heads, width = cache.shape
     tiles = cache.reshape(blocks, size // 16, 16, heads, width).transpose(0, 3, 1, 2, 4)
     channels = number_channels(cache)
@@ -284,6 +303,8 @@ def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
 
 def from_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
     """The inverse of `to_tiled`."""
+    if cache.dtype == np.uint8:
+        return int4_rows.from_tiled(cache, key)
     blocks, size, heads, width = cache.shape
     channels = number_channels(cache)
     tiles = cache.reshape(blocks, heads, size // 16, 16 * width)

@@ -19,7 +19,7 @@ ONNX_TYPES = {
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
     "int8": TensorProto.INT8,
-    "uint8": TensorProto.UINT8,
+    "int4": TensorProto.UINT8,
     "float8e4m3fn": TensorProto.FLOAT8E4M3FN,
 }
 INPUT_NAMES = (
@@ -72,6 +72,8 @@ def attributes(case: Case) -> dict[str, object]:
         found["cache_layout"] = case.layout
     if case.cache_type == "int8":
         found |= {"k_quant_type": "PER_TOKEN", "v_quant_type": "PER_TOKEN"}
+    if case.cache_type == "int4":
+        found |= {"k_quant_type": "PER_GROUP", "v_quant_type": "PER_GROUP"}
     return found
 
 

@@ -23,6 +23,7 @@ FILES = [
     "float_experts",
     "fp4_experts",
     "input_norm",
+    "int4_cache",
     "int8_cache",
     "invariance",
     "lora",

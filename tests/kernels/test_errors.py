@@ -157,7 +157,7 @@ def test_bad_attributes(library_path: Path, attributes: dict[str, object], words
         run_ort.session_for(library_path, small_case(), extra=attributes)
 
 
-@pytest.mark.parametrize("cache_type", ["uint8", "float8e4m3fn"])
+@pytest.mark.parametrize("cache_type", ["float8e4m3fn"])
 def test_unsupported_cache_types(library_path: Path, cache_type: str) -> None:
     words = f"cache type {cache_type}.* is not supported; allowed are float, float16, bfloat16"
     with pytest.raises(Exception, match=words):
@@ -172,16 +172,40 @@ INT8 = {
 }
 
 
-@pytest.mark.parametrize("granularity", ["NONE", "PER_TENSOR", "PER_CHANNEL"])
+INT4 = {
+    "cache_type": "int4",
+    "key_cache": np.zeros((4, 16, 2, 22), np.uint8),
+    "value_cache": np.zeros((4, 16, 2, 22), np.uint8),
+    "layout": "tiled",
+}
+
+
+@pytest.mark.parametrize("granularity", ["NONE", "PER_TENSOR", "PER_CHANNEL", "PER_GROUP"])
 def test_int8_of_another_granularity(library_path: Path, granularity: str) -> None:
     words = f"v_quant_type must be PER_TOKEN for an int8 cache, found '{granularity}'"
     with pytest.raises(Exception, match=words):
         run_ort.session_for(library_path, small_case(**INT8), extra={"v_quant_type": granularity})
 
 
-def test_int8_in_the_canonical_layout(library_path: Path) -> None:
-    with pytest.raises(Exception, match="an int8 cache needs the tiled cache layout"):
-        run_ort.run(library_path, small_case(**INT8 | {"layout": "canonical"}))
+@pytest.mark.parametrize("granularity", ["NONE", "PER_TOKEN"])
+def test_int4_of_another_granularity(library_path: Path, granularity: str) -> None:
+    words = f"k_quant_type must be PER_GROUP for an int4 cache, found '{granularity}'"
+    with pytest.raises(Exception, match=words):
+        run_ort.session_for(library_path, small_case(**INT4), extra={"k_quant_type": granularity})
+
+
+@pytest.mark.parametrize("cache", [INT8, INT4], ids=["int8", "int4"])
+def test_integers_in_the_canonical_layout(library_path: Path, cache: dict[str, object]) -> None:
+    words = f"an {cache['cache_type']} cache needs the tiled cache layout"
+    with pytest.raises(Exception, match=words):
+        run_ort.run(library_path, small_case(**cache | {"layout": "canonical"}))
+
+
+def test_int4_of_a_width_that_no_head_has(library_path: Path) -> None:
+    caches = {name: np.zeros((4, 16, 2, 23), np.uint8) for name in ("key_cache", "value_cache")}
+    words = "the last dimension of an int4 cache is 23, which no head"
+    with pytest.raises(Exception, match=words):
+        run_ort.run(library_path, small_case(**INT4 | caches | {"layout": "canonical"}))
 
 
 def test_int8_without_room_for_scales(library_path: Path) -> None:
@@ -191,14 +215,14 @@ def test_int8_without_room_for_scales(library_path: Path) -> None:
         run_ort.run(library_path, small_case(**INT8 | caches))
 
 
-@pytest.mark.parametrize("cache", [{}, INT8], ids=["float", "int8"])
+@pytest.mark.parametrize("cache", [{}, INT8, INT4], ids=["float", "int8", "int4"])
 def test_scales_as_inputs(library_path: Path, cache: dict[str, object]) -> None:
     case = small_case(**cache)
     present = frozenset(run_ort.inputs(case)) | {"key_cache", "value_cache", "k_scale"}
     items = tuple(sorted(run_ort.attributes(case).items()))
     session = run_ort.session(library_path, present, case.cache_type, items, 1)
     feeds = run_ort.inputs(case) | {"key_cache": case.key_cache, "value_cache": case.value_cache}
-    with pytest.raises(Exception, match="the scales of an int8 cache lie in the cache"):
+    with pytest.raises(Exception, match="the scales of an int8 or int4 cache lie in the cache"):
         session.run(None, feeds | {"k_scale": np.ones(1, np.float32)})
 
 

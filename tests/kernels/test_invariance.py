@@ -133,7 +133,9 @@ def most_floats(library: ctypes.CDLL, floats: int) -> Iterator[None]:
         library.onnxport_cpu_set_most_state_floats(before)
 
 
-@pytest.mark.parametrize("kind", [("float", "tiled"), ("int8", "tiled"), ("bfloat16", "paired")])
+@pytest.mark.parametrize(
+    "kind", [("float", "tiled"), ("int8", "tiled"), ("int4", "tiled"), ("bfloat16", "paired")]
+)
 def test_sequences_that_are_divided_or_not(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], kind: tuple[str, str]
 ) -> None:
@@ -173,6 +175,7 @@ KINDS = [
     ("bfloat16", "canonical"),
     ("bfloat16", "paired"),
     ("int8", "tiled"),
+    ("int4", "tiled"),
 ]
 
 

@@ -16,6 +16,7 @@ from tests.kernels.reference import Case
 from tests.tiers import crossed
 
 KINDS = [("float", "tiled"), ("float16", "tiled"), ("bfloat16", "paired"), ("int8", "tiled")]
+KINDS += [("int4", "tiled")]
 # Past and new tokens: one row, few and many, whose keys end in the middle of a pair, of a tile, of
 # what is multiplied at once, and behind a whole chunk.
 LENGTHS = [(900, 1), (0, 1), (70, 3), (64, 49), (531, 60), (0, 97), (127, 65)]
@@ -29,7 +30,7 @@ FEW_TOKENS = 7
 def case_with_garbage(
     rng: np.random.Generator, kind: tuple[str, str], lengths: tuple[int, int], window: int | None
 ) -> Case:
-    """One sequence in a cache whose other slots are NaN, or in int8 have it as their scale."""
+    """One sequence in a cache whose other slots are NaN, or of integers have it as their scale."""
     (cache_type, layout), (past, new) = kind, lengths
     block_size, kv_heads, group, head_size = 32, 2, 3, 64
     blocks = -(-(past + new) // block_size)
@@ -100,6 +101,6 @@ def test_a_value_that_is_not_finite_reaches_no_tokens_but_those_right_before(
         assert library.onnxport_cpu_set_isa(isa.encode())
         output, *_ = run_ort.run(library_path, case)
         found, *_ = run_ort.run(library_path, spoiled)
-        reach = 0 if kind[0] == "int8" else TOKENS_TOGETHER.get(isa, FEW_TOKENS) - 1
+        reach = 0 if case.has_integers else TOKENS_TOGETHER.get(isa, FEW_TOKENS) - 1
         assert np.array_equal(found[: at - reach], output[: at - reach]), isa
         assert not np.isfinite(found[at:]).any(), isa

@@ -126,11 +126,17 @@ def test_what_is_no_entry_of_this_format_is_foreign(data: bytes, reason: str) ->
         ("float16", "bfloat16", True),
         ("float32", "float16", True),
         ("float32", "int64", False),
+        ("int8", "float16", True),
+        ("int8", "int8", True),
+        ("float16", "int8", False),
+        ("int4", "int8", True),
+        ("int4", "float32", True),
+        ("int8", "int4", False),
         ("int64", "int64", True),
         ("int64", "float32", False),
     ],
 )
-def test_floating_point_is_read_for_floating_point(own: str, dtype: str, readable: bool) -> None:
+def test_what_is_no_coarser_is_read(own: str, dtype: str, readable: bool) -> None:
     theirs = dataclasses.replace(FORMAT, dtype=dtype)
     content = bytes(theirs.content_bytes(dtype))
     data = b"".join(encode(theirs, KEY, content, dtype))
@@ -144,8 +150,8 @@ def test_floating_point_is_read_for_floating_point(own: str, dtype: str, readabl
 
 
 def test_a_format_that_files_cannot_have_is_refused() -> None:
-    with pytest.raises(OnnxportError, match=r"'int8' cannot be kept on disk.*leave kv_disk out"):
-        dataclasses.replace(FORMAT, dtype="int8")
+    with pytest.raises(OnnxportError, match=r"'int16' cannot be kept on disk.*leave kv_disk out"):
+        dataclasses.replace(FORMAT, dtype="int16")
     with pytest.raises(OnnxportError, match="head_size of the K/V on disk is 0"):
         dataclasses.replace(FORMAT, head_size=0)
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from onnxport.providers.blocks import (
     CacheLayout,
     HostBlocks,
-    convert,
     paired_layout,
     plain_layout,
     tiled_layout,
 )
+from onnxport.providers.rows import convert
 
 NUM_BLOCKS, LAYERS, HEADS, CHANNELS, TILE = 7, 3, 2, 24, 16
 PLAIN, TILED, PAIRED = plain_layout(), tiled_layout(TILE), paired_layout(TILE)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxport.cache_rows import row_bytes
 from onnxport.errors import CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
@@ -130,24 +131,27 @@ def test_a_bfloat16_cache_lies_in_pairs_where_products_may_be_rounded(
         assert layouts == [("bfloat16", layout)]
 
 
-def test_an_int8_cache_is_near_the_float32_one_and_counts_its_scales(
-    tiny_artifact: ArtifactMaker,
+@pytest.mark.parametrize(("dtype", "allowed"), [("int8", 5e-2), ("int4", 0.6)])
+def test_a_cache_of_integers_is_near_the_float32_one_and_counts_its_scales(
+    tiny_artifact: ArtifactMaker, dtype: str, allowed: float
 ) -> None:
     path = tiny_artifact("llama", "fp32")
-    with opened(path, "custom") as exact, opened(path, "custom", kv_cache_dtype="int8") as small:
+    with opened(path, "custom") as exact, opened(path, "custom", kv_cache_dtype=dtype) as small:
         limits, form = small.capabilities, small.capabilities.kv_format
-        assert (limits.kv_cache_dtype, form.dtype) == ("int8", "float32")
+        assert (limits.kv_cache_dtype, form.dtype) == (dtype, dtype)
         rows = 2 * form.num_layers * form.num_kv_heads * limits.block_size
-        assert limits.kv_block_bytes == rows * (form.head_size + 4)
+        assert limits.kv_block_bytes == rows * row_bytes(dtype, form.head_size)
         assert exact.capabilities.kv_block_bytes == rows * form.head_size * 4
         for step in two_steps(PROMPT):
             expected, found = exact.run(step).copy(), small.run(step)
-            assert 0 < np.abs(found - expected).max() < 5e-2 * np.abs(expected).max()
+            assert 0 < np.abs(found - expected).max() < allowed * np.abs(expected).max()
 
 
-def test_an_int8_pool_holds_more_tokens_of_the_same_memory(tiny_artifact: ArtifactMaker) -> None:
+def test_a_pool_of_integers_holds_more_tokens_of_the_same_memory(
+    tiny_artifact: ArtifactMaker,
+) -> None:
     path, tokens = tiny_artifact("llama", "fp32"), []
-    for dtype in ("float32", "int8"):
+    for dtype in ("float32", "int8", "int4"):
         with opened(path, "custom", kv_cache_dtype=dtype, kv_memory=1 << 20) as model:
             limits = model.capabilities
             assert (
@@ -155,7 +159,9 @@ def test_an_int8_pool_holds_more_tokens_of_the_same_memory(tiny_artifact: Artifa
             )
             tokens.append(limits.num_blocks * limits.block_size)
     size = model.capabilities.kv_format.head_size
-    assert tokens[1] / tokens[0] == pytest.approx(4 * size / (size + 4), rel=0.05)
+    for dtype, count in (("int8", tokens[1]), ("int4", tokens[2])):
+        more = 4 * size / row_bytes(dtype, size)
+        assert count / tokens[0] == pytest.approx(more, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def opened_without_skip(path: Path, options: LoadOptions) -> Iterator[Model]:
         (
             LoadOptions(kv_cache_dtype="u8"),
             ProviderError,
-            "float32, float16, bfloat16, int8 or auto",
+            "float32, float16, bfloat16, int8, int4 or auto",
         ),
         (
             LoadOptions(kv_cache_dtype="float16", attention="decomposed"),

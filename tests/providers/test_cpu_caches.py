@@ -1,15 +1,18 @@
-"""Int8 caches in memory, byte by byte, against the kernel tests' reference."""
+"""Caches of integers in memory, byte by byte, against the kernel tests' reference."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from onnxport.providers.cpu.caches import CachePair, int8_blocks, quantize
+from onnxport.providers.blocks import CodedBlocks
+from onnxport.providers.cpu.caches import CachePair, packed_blocks
 from tests.kernels import reference
-from tests.kernels.reference import dequantize, to_tiled
+from tests.kernels.reference import to_tiled
 
-NUM_BLOCKS, LAYERS, HEADS, CHANNELS = 7, 2, 3, 24
+NUM_BLOCKS, LAYERS, HEADS, CHANNELS = 7, 2, 3, 40  # of which the last eight are a group of int4
+STORED = {"int8": reference.quantize, "int4": reference.quantize_int4}
+KINDS = pytest.mark.parametrize("dtype", STORED)
 
 
 def random_rows(block_size: int, seed: int, count: int = NUM_BLOCKS) -> np.ndarray:
@@ -20,41 +23,47 @@ def random_rows(block_size: int, seed: int, count: int = NUM_BLOCKS) -> np.ndarr
     return (random.uniform(-1, 1, (*shape, CHANNELS)) * np.exp2(exponents)).astype(np.float32)
 
 
-def caches_of(rows: np.ndarray) -> list[CachePair]:
+def caches_of(rows: np.ndarray, dtype: str) -> list[CachePair]:
     """Caches that hold the rows, as the reference lays them out."""
     pairs = []
     for layer in range(LAYERS):
-        stored = [reference.quantize(rows[:, layer, part].swapaxes(1, 2)) for part in (0, 1)]
+        stored = [STORED[dtype](rows[:, layer, part].swapaxes(1, 2)) for part in (0, 1)]
         pairs.append((to_tiled(stored[0], True), to_tiled(stored[1], False)))
     return pairs
+
+
+def blocks_of(pairs: list[CachePair], dtype: str) -> CodedBlocks:
+    return packed_blocks(pairs, dtype, CHANNELS)
 
 
 def bits(pairs: list[CachePair]) -> bytes:
     return b"".join(cache.tobytes() for pair in pairs for cache in pair)
 
 
+@KINDS
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_blocks_are_read_exactly_and_written_as_the_kernel_does(block_size: int) -> None:
+def test_blocks_are_read_and_written_byte_by_byte(block_size: int, dtype: str) -> None:
     rows = random_rows(block_size, 0)
-    pairs = caches_of(rows)
-    blocks = int8_blocks(pairs)
+    pairs = caches_of(rows, dtype)
+    blocks = blocks_of(pairs, dtype)
     order = [5, 0, 3]
     found = blocks.read(order)
-    assert found.dtype == np.float32
-    assert found.tobytes() == dequantize(reference.quantize(rows))[order].astype("f4").tobytes()
+    assert found.dtype == STORED[dtype](rows[:1]).dtype
+    assert found.tobytes() == STORED[dtype](rows)[order].tobytes()
     empty = [(np.zeros_like(key), np.zeros_like(value)) for key, value in pairs]
-    other = int8_blocks(empty)
-    other.write(range(NUM_BLOCKS), rows)
+    other = blocks_of(empty, dtype)
+    other.write(range(NUM_BLOCKS), STORED[dtype](rows))
     assert bits(empty) == bits(pairs)
     other.write(range(NUM_BLOCKS), blocks.read(range(NUM_BLOCKS)))
     assert bits(empty) == bits(pairs), "writing what was read changed something"
 
 
-def test_a_write_or_a_copy_touches_no_other_block() -> None:
-    pairs = caches_of(random_rows(16, 1))
-    blocks = int8_blocks(pairs)
+@KINDS
+def test_a_write_or_a_copy_touches_no_other_block(dtype: str) -> None:
+    pairs = caches_of(random_rows(16, 1), dtype)
+    blocks = blocks_of(pairs, dtype)
     before = blocks.read(range(NUM_BLOCKS))
-    new = int8_blocks(caches_of(random_rows(16, 2, 2))).read([0, 1])
+    new = blocks_of(caches_of(random_rows(16, 2, 2), dtype), dtype).read([0, 1])
     blocks.write([4, 1], new)
     blocks.copy([4, 0], [2, 6])
     expected = before.copy()
@@ -63,22 +72,10 @@ def test_a_write_or_a_copy_touches_no_other_block() -> None:
     assert blocks.read(range(NUM_BLOCKS)).tobytes() == expected.tobytes()
 
 
-def test_what_is_not_finite_is_stored_as_the_reference_says() -> None:
-    rows = random_rows(16, 3)
-    rows[0, ..., 3] = np.nan
-    rows[1, ..., 5] = -np.inf
-    rows[2] = 0
-    scales, numbers = quantize(rows)
-    expected = reference.quantize(rows)
-    assert numbers.tobytes() == np.ascontiguousarray(expected[..., :-4]).tobytes()
-    assert scales.tobytes() == np.ascontiguousarray(expected[..., -4:]).tobytes()
-    assert np.isnan(scales[:2]).all()
-    assert not scales[2].any()
-
-
-def test_misuse_is_caught_before_anything_changes() -> None:
-    pairs = caches_of(random_rows(16, 4))
-    blocks, before = int8_blocks(pairs), bits(pairs)
+@KINDS
+def test_misuse_is_caught_before_anything_changes(dtype: str) -> None:
+    pairs = caches_of(random_rows(16, 4), dtype)
+    blocks, before = blocks_of(pairs, dtype), bits(pairs)
     content = blocks.read([0, 1])
     for call, words in (
         (lambda: blocks.read([NUM_BLOCKS]), "not in a pool"),
@@ -86,7 +83,7 @@ def test_misuse_is_caught_before_anything_changes() -> None:
         (lambda: blocks.copy([0, 1], [2]), "2 sources for 1 targets"),
         (lambda: blocks.write([3, 3], content), "written twice"),
         (lambda: blocks.write([3], content), "content of shape"),
-        (lambda: blocks.write([3, 4], np.zeros_like(content, np.float16)), "not float32"),
+        (lambda: blocks.write([3, 4], content.astype(np.float16)), "content of float16"),
     ):
         with pytest.raises(AssertionError, match=words):
             call()

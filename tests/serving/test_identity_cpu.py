@@ -99,19 +99,20 @@ def test_a_restart_uses_no_numbers_of_a_disk_that_are_not_finite(
     assert (cached[0], stats.num_blocks_loaded > 0) == (16, True)
 
 
-def test_an_int8_cache_changes_nothing_on_its_way_through_the_tiers(
-    artifact: Path, tmp_path: Path
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_cache_of_integers_changes_nothing_on_its_way_through_the_tiers(
+    artifact: Path, tmp_path: Path, dtype: str
 ) -> None:
-    """Blocks leave and come back in float32: no token depends on it."""
-    int8 = {"kv_cache_dtype": "int8"}
-    expected = completions(artifact, one_by_one=True, enable_prefix_caching=False, **int8)[0]
+    """Blocks leave and come back byte by byte: no token depends on it."""
+    packed = {"kv_cache_dtype": dtype}
+    expected = completions(artifact, one_by_one=True, enable_prefix_caching=False, **packed)[0]
     swapped = {"preemption": "swap", "kv_host_memory": 1 << 22, "kv_cache_tokens": 144}
-    found, stats, _ = completions(artifact, **int8, **swapped)
+    found, stats, _ = completions(artifact, **packed, **swapped)
     assert found == expected
     assert (stats.num_preemptions > 0, stats.num_blocks_loaded > 0) == (True, True)
     kept = {"kv_disk": tmp_path, "preemption": "recompute"}
-    assert completions(artifact, **int8, **kept)[0] == expected
-    found, stats, cached = completions(artifact, block_size=32, **int8, **kept)
+    assert completions(artifact, **packed, **kept)[0] == expected
+    found, stats, cached = completions(artifact, block_size=32, **packed, **kept)
     assert found == expected
     assert cached[0] == 32
     assert (stats.num_blocks_loaded > 0, stats.num_tier_errors) == (True, 0)

@@ -16,6 +16,7 @@ from onnxport.providers.base import Capabilities, Features, LoadOptions, StepInp
 from onnxport.serving.verify.comparison import (
     COARSE,
     COARSE_CACHE,
+    COARSEST_CACHE,
     EXACT,
     HALF,
     HALF_OF_EXPERTS,
@@ -95,6 +96,7 @@ def test_steps_of_any_size_give_the_same_rows(first: int) -> None:
         (("float32", "float16"), False, HALF, HALF_OF_EXPERTS),
         (("bfloat16", "float32"), False, HALF, HALF_OF_EXPERTS),
         (("bfloat16", "int8"), False, COARSE_CACHE, COARSE_CACHE),
+        (("float32", "int4"), False, COARSEST_CACHE, COARSEST_CACHE),
     ],
 )
 def test_the_tolerance_follows_from_the_types(

@@ -11,7 +11,11 @@ namespace onnxport {
 // largest magnitude of its head_size numbers: number = int8 * scale. It is tiled always. Queries and
 // softmax weights are rounded to eight bits for it, too, so that products and their sums are of
 // integers, and exact: see quads_impl.h.
-enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
+//
+// kInt4 is what kInt8 would store, in coarser steps: of each group of kInt4Group channels the least
+// int8, `first`, and a `step` from 1 to 17, so that int8 = first + step * level, a level having four
+// bits. Where it is read, int8 is made of it, and all else is as with kInt8.
+enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kInt4 = 4 };
 
 // kCanonical: [num_blocks][block_size][kv_heads][head_size], the operator schema's own order.
 // kTiled, for every block:
@@ -21,7 +25,13 @@ enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 
 //   key   [kv_heads][block_size / 16][head_size / 4][16][4], four channels of a token
 //   value [kv_heads][block_size / 16][4][head_size][4], four tokens of a channel
 // with the sixteen scales of each tile after its tokens. A row of the cache tensor is head_size + 4
-// bytes then, the layout's [num_blocks][block_size][kv_heads] of them.
+// bytes then, the layout's [num_blocks][block_size][kv_heads] of them. In int4 levels of two channels
+// that are half a group apart share a byte, the first one's in its low half, and these bytes lie as
+// int8 does:
+//   key   [kv_heads][block_size / 16][head_size / 8][16][4]
+//   value [kv_heads][block_size / 16][4][head_size / 2][4]
+// then for each group the steps and the firsts of the sixteen tokens, [groups][2][16], then the scales.
+// A row has int4_row_bytes(head_size) bytes.
 // kPaired, in bfloat16 only, tiles whose neighbours in a product lie side by side:
 //   key   [kv_heads][block_size / 16][head_size / 2][16][2], two channels of a token
 //   value [kv_heads][block_size / 16][8][head_size][2], two tokens of a channel
@@ -32,8 +42,23 @@ enum CacheLayout : int64_t { kCanonical = 0, kTiled = 1, kPaired = 2 };
 // Tokens in one key tile. The tiled layout is built on it.
 constexpr int kTile = 16;
 
-// Bytes of the scale of a token and KV head in an int8 cache.
+// Bytes of the scale of a token and KV head in an int8 or int4 cache.
 constexpr int kScaleBytes = 4;
+
+// Channels that share a step in an int4 cache. The last group of a head may have fewer.
+constexpr int kInt4Group = 32;
+
+static inline int64_t int4_groups(int64_t head_size) {
+  return (head_size + kInt4Group - 1) / kInt4Group;
+}
+
+// Bytes of a token's key or value in one head: levels, a step and a first for each group, the scale.
+static inline int64_t int4_row_bytes(int64_t head_size) {
+  return head_size / 2 + 2 * int4_groups(head_size) + kScaleBytes;
+}
+
+// Whether numbers are integers, with a scale for each token and KV head.
+static inline bool is_integer(CacheType type) { return type == kInt8 || type == kInt4; }
 
 // Calls task(argument, i) for every i in [0, count), in any order, on any threads, and returns
 // zero once all calls have returned. Another result stops the computation and is handed back.

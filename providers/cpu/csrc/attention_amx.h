@@ -282,8 +282,8 @@ static inline void pad_queries(const Rows& rows, float* out) {
   memcpy(out, rows.queries + whole * stride, bytes);
 }
 
-// See attend_keys().
-template <class Type, bool kAhead>
+// See attend_keys(). Cached is what the cache holds.
+template <class Type, bool kAhead, class Cached = Type>
 static void attend_keys_amx(const Rows& rows, int64_t first, int64_t last, const State& state,
                             const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
@@ -301,8 +301,9 @@ static void attend_keys_amx(const Rows& rows, int64_t first, int64_t last, const
     Tiles<Type> tiles;
     if constexpr (has_scales<Type>())
       for (int i = 0; i < kTilesPerChunk; i++) tiles.value_scale[i] = kNoScales;
-    load_tiles<Type, true>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
-    if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles);
+    if constexpr (is_packed<Cached>()) clear_ahead(tiles);
+    load_tiles<Cached, true>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
+    if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles.ahead);
     RegisterChunk<Type, kAhead> chunk{rows,        base,   begin,    end,   tiles, state,
                                       scratch.key, scores, products, copies};
     chunk.collect_values();
@@ -320,6 +321,8 @@ static inline AttendKeys attend_keys_amx_for(const Problem& p, int64_t rows) {
   // Sums of integers are exact, so few rows may go the other way, which is faster for them.
   if (p.cache_type == kInt8 && fills_registers<Int8>(p) && !few)
     return attend_keys_amx<Int8, false>;
+  if (p.cache_type == kInt4 && fills_registers<Int8>(p) && !few)
+    return attend_keys_amx<Int8, false, Int4>;
   return nullptr;
 }
 

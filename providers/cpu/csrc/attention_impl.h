@@ -195,7 +195,7 @@ struct CachedTiles {
   }
 
   void ask_for(int64_t token) const {
-    const int64_t bytes = kTile * (p.head_size + Type::kScaleElements) *
+    const int64_t bytes = kTile * row_elements<Type>(p.head_size) *
                           static_cast<int64_t>(sizeof(typename Type::Element));
     prefetch_bytes(static_cast<const char*>(p.key_cache) + at(token), bytes);
     prefetch_bytes(static_cast<const char*>(p.value_cache) + at(token), bytes);
@@ -206,7 +206,7 @@ struct CachedTiles {
 // those: the next chunk, also of the next segment, or behind the last one the first chunk of what this
 // thread likely does next. There may be more tiles of it; these are asked for at once.
 template <class Type>
-static inline void look_ahead(const Rows& rows, int64_t base, int64_t end, Tiles<Type>& tiles) {
+static inline void look_ahead(const Rows& rows, int64_t base, int64_t end, int64_t* ahead) {
   const RowBlock& block = rows.block;
   const Reading& reading = rows.reading;
   const CachedTiles<Type> own(rows.p, block.sequence, block.kv_head, reading.own);
@@ -217,10 +217,10 @@ static inline void look_ahead(const Rows& rows, int64_t base, int64_t end, Tiles
   const int64_t first = is_last ? reading.next.first / kChunk * kChunk : base + kChunk;
   for (int i = 0; i < kTilesPerChunk; i++) {
     const int64_t here = base + i * kTile, there = first + i * kTile;
-    tiles.ahead[i] = 0;
+    ahead[i] = 0;
     if (!next.has(there)) continue;
     if (own.has(here) && here < end)
-      tiles.ahead[i] = next.at(there) - own.at(here);
+      ahead[i] = next.at(there) - own.at(here);
     else
       next.ask_for(there);
   }
@@ -238,20 +238,22 @@ static inline void ask_for_first(const Rows& rows, int64_t first) {
 }
 
 // Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
-// the cache's type or, of floats converted, Float32; both give the same bits. kAhead: where few rows share
+// the cache's type or, of floats converted, Float32, and Int8 of Int4; all give the same bits. kAhead: where few rows share
 // what is read in the cache, the next chunk is asked for meanwhile.
 template <class Type, bool kIsTiled, class Out = Float32, bool kAhead = false>
 static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
                         const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
   const int32_t* table = p.block_table + rows.block.sequence * p.table_width;
-  if constexpr (kAhead) ask_for_first<Out>(rows, first);
+  constexpr bool kAsksLater = kAhead && !is_packed<Type>();  // else load_tiles() does
+  if constexpr (kAhead) ask_for_first<Type>(rows, first);
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Out> tiles;
+    if constexpr (is_packed<Type>()) clear_ahead(tiles);
+    if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles.ahead);
     load_tiles<Type, kIsTiled>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
-    if constexpr (kAhead) look_ahead<Out>(rows, base, end, tiles);
-    const Chunk<Out, kAhead> chunk{rows, base, end, tiles, state, scores};
+    const Chunk<Out, kAsksLater> chunk{rows, base, end, tiles, state, scores};
     for (int64_t row = 0; row < rows.count; row += kScoreRows)
       chunk.attend(row, min_of(rows.count - row, kScoreRows));
   }
@@ -287,6 +289,7 @@ static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
       if (direct) return attend_keys<BFloat16, true, BFloat16, true>;
       return tiled ? attend_keys<BFloat16, true> : attend_keys<BFloat16, false>;
     case kInt8: return few ? attend_keys<Int8, true, Int8, true> : attend_keys<Int8, true, Int8>;
+    case kInt4: return few ? attend_keys<Int4, true, Int8, true> : attend_keys<Int4, true, Int8>;
     default:
       if (direct) return attend_keys<Float32, true, Float32, true>;
       return tiled ? attend_keys<Float32, true> : attend_keys<Float32, false>;
@@ -478,6 +481,7 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
       if (p.cache_layout == kPaired) run = prepare_tokens<PairedBFloat16, true>;
       break;
     case kInt8: run = prepare_tokens<Int8, true>; break;
+    case kInt4: run = prepare_tokens<Int4, true>; break;
     default: run = tiled ? prepare_tokens<Float32, true> : prepare_tokens<Float32, false>;
   }
   run(p, queries, begin, end);

@@ -48,9 +48,25 @@ struct Int8 {
   static constexpr int kScaleElements = kScaleBytes;
 };
 
+// Becomes Int8 where it is read: see int4_impl.h.
+struct Int4 {
+  using Element = uint8_t;
+  static constexpr int kScaleElements = kScaleBytes;
+};
+
 template <class Type>
 constexpr bool has_scales() {
   return Type::kScaleElements != 0;
+}
+
+// Elements of a token's key or value in one head.
+template <class Type>
+static inline int64_t row_elements(int64_t head_size) {
+  return head_size + Type::kScaleElements;
+}
+template <>
+inline int64_t row_elements<Int4>(int64_t head_size) {
+  return int4_row_bytes(head_size);
 }
 
 template <class Type>
@@ -59,6 +75,15 @@ constexpr bool is_paired() {
 }
 template <>
 constexpr bool is_paired<PairedBFloat16>() {
+  return true;
+}
+
+template <class Type>
+constexpr bool is_packed() {
+  return false;
+}
+template <>
+constexpr bool is_packed<Int4>() {
   return true;
 }
 
@@ -128,7 +153,7 @@ static inline int64_t canonical_at(const Problem& p, int64_t block, int64_t offs
 template <class Type>
 static inline int64_t tile_at(const Problem& p, int64_t block, int64_t offset, int64_t head) {
   const int64_t row = (block * p.kv_heads + head) * p.block_size + offset / kTile * kTile;
-  return row * (p.head_size + Type::kScaleElements);
+  return row * row_elements<Type>(p.head_size);
 }
 
 // Where the scales of an int8 tile lie.

@@ -147,7 +147,7 @@ struct Kernels {
 
   // Norm, rotation and scaling of the queries of tokens [begin, end) into queries
   // [kv_heads][num_tokens * group][query_floats], in bfloat16 for the paired layout, as integers for
-  // an int8 cache; their keys and values into the cache.
+  // a cache of those; their keys and values into the cache.
   void (*prepare)(const Problem& problem, float* queries, int64_t begin, int64_t end);
 
   // Attends over all of the block's keys, with so many heads from its own on, and writes the output.
@@ -187,10 +187,14 @@ bool set_isa(const char* name);
 // static, not inline alone: an instruction set's object must never provide code to another's.
 static inline int64_t padded(int64_t head_size) { return (head_size + 15) / 16 * 16; }
 
-// Floats that one prepared query takes up. For an int8 cache it is head_size int8, their scale, and
-// what a sum of products with uint8 keys begins with.
+static inline bool has_integers(const Problem& p) {
+  return is_integer(static_cast<CacheType>(p.cache_type));
+}
+
+// Floats that one prepared query takes up. For a cache of integers it is head_size int8, their scale,
+// and what a sum of products with uint8 keys begins with.
 static inline int64_t query_floats(const Problem& p) {
-  if (p.cache_type == kInt8) return p.head_size / 4 + 2;
+  if (has_integers(p)) return p.head_size / 4 + 2;
   return p.cache_layout == kPaired ? p.head_size / 2 : p.head_size;
 }
 

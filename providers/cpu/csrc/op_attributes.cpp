@@ -81,9 +81,11 @@ CacheType cache_type_of(const Api& api, ort::ElementType type) {
     case ort::kFloat16: return kFloat16;
     case ort::kBFloat16: return kBFloat16;
     case ort::kInt8: return kInt8;
+    case ort::kUint8: return kInt4;
     default:
       fail(api, ort::kNotImplemented,
-           "cache type %s is not supported; allowed are float, float16, bfloat16 and int8",
+           "cache type %s is not supported; allowed are float, float16, bfloat16, int8 and uint8 "
+           "(packed int4)",
            name_of(type));
   }
 }
@@ -96,14 +98,18 @@ void check_cache_dtype(const Api& api, const Attributes& attributes, const char*
        found.c_str(), name_of(type));
 }
 
-// PER_TOKEN is ours: scales are computed when a token is written, and lie in the cache.
+// PER_TOKEN and PER_GROUP are ours: scales are computed when a token is written, and lie in the cache.
 void check_granularity(const Api& api, const Attributes& attributes, const char* name,
-                       bool quantized) {
+                       int64_t cache_type) {
   const std::string found = attributes.get<std::string>(name, "NONE");
-  const char* wanted = quantized ? "PER_TOKEN" : "NONE";
+  const char* wanted =
+      cache_type == kInt8 ? "PER_TOKEN" : cache_type == kInt4 ? "PER_GROUP" : "NONE";
+  const char* what = cache_type == kInt8   ? "an int8"
+                     : cache_type == kInt4 ? "an int4"
+                                           : "a floating-point";
   if (found != wanted)
     fail(api, ort::kInvalidArgument, "attribute %s must be %s for %s cache, found '%s'", name,
-         wanted, quantized ? "an int8" : "a floating-point", found.c_str());
+         wanted, what, found.c_str());
 }
 
 CacheLayout layout_of(const Api& api, const Attributes& attributes) {
@@ -138,9 +144,8 @@ std::unique_ptr<Kernel> make_kernel(const Api& api, const ort::KernelInfo* info,
          static_cast<long long>(p.num_heads), static_cast<long long>(p.kv_heads));
   check_cache_dtype(api, attributes, "k_cache_dtype", type);
   check_cache_dtype(api, attributes, "v_cache_dtype", type);
-  const bool quantized = p.cache_type == kInt8;
-  check_granularity(api, attributes, "k_quant_type", quantized);
-  check_granularity(api, attributes, "v_quant_type", quantized);
+  check_granularity(api, attributes, "k_quant_type", p.cache_type);
+  check_granularity(api, attributes, "v_quant_type", p.cache_type);
 
   const int64_t window = attributes.get<int64_t>("local_window_size", -1);
   if (window != -1 && window < 1)

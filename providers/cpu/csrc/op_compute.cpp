@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels.h"
 #include "op.h"
 
 namespace onnxport::op {
@@ -115,7 +116,19 @@ const float* read_vector(const Call& call, Input input, int64_t size) {
 }
 
 size_t element_size(int64_t cache_type) {
-  return cache_type == kFloat32 ? 4 : cache_type == kInt8 ? 1 : 2;
+  if (is_integer(static_cast<CacheType>(cache_type))) return 1;
+  return cache_type == kFloat32 ? 4 : 2;
+}
+
+// The channels of a head, from the last dimension of a cache.
+int64_t head_size_of(const Call& call, int64_t width) {
+  const int64_t cache_type = call.kernel.settings.cache_type;
+  if (cache_type != kInt4) return width - (cache_type == kInt8 ? kScaleBytes : 0);
+  for (int64_t size = 8; size <= kMaxHeadSize; size += 8)
+    if (int4_row_bytes(size) == width) return size;
+  fail(call.api, ort::kInvalidArgument,
+       "the last dimension of an int4 cache is %lld, which no head of a multiple of 8 channels has",
+       static_cast<long long>(width));
 }
 
 // The cache to update: the output's memory, which is the input's where they are bound to one
@@ -154,7 +167,7 @@ void compute(const Kernel& kernel, ort::KernelContext* context) {
   call.expect(kValueCache, {key_cache.dims[0], key_cache.dims[1], p.kv_heads, key_cache.dims[3]});
   p.num_blocks = key_cache.dims[0];
   p.block_size = key_cache.dims[1];
-  p.head_size = key_cache.dims[3] - (p.cache_type == kInt8 ? kScaleBytes : 0);
+  p.head_size = head_size_of(call, key_cache.dims[3]);
   if (!kernel.has_scale) {
     // 1 / sqrt in double, so that every platform rounds alike.
     p.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.head_size)));
@@ -167,7 +180,7 @@ void compute(const Kernel& kernel, ort::KernelContext* context) {
   p.k_norm_weight = read_vector(call, kKNorm, p.head_size);
   if (call.inputs[kKScale] || call.inputs[kVScale])
     fail(api, ort::kInvalidArgument,
-         "k_scale and v_scale are not taken; the scales of an int8 cache lie in the cache");
+         "k_scale and v_scale are not taken; the scales of an int8 or int4 cache lie in the cache");
 
   char message[400];
   if (!validate(p, message, sizeof message)) fail(api, ort::kInvalidArgument, "%s", message);

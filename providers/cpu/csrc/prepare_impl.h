@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "int4_impl.h"
 #include "quads_impl.h"
 #include "tiles_impl.h"
 
@@ -95,13 +96,13 @@ static inline void prepare_query(const Problem& p, const TokenPlace& place, int6
     float* x = queries + (kv_head * p.num_tokens + token) * group * row;
     for (int64_t i = 0; i < group; i++, x += row, source += p.head_size) {
       prefetch_next(source, p.query_stride, p.head_size);
-      if (p.cache_layout != kPaired && p.cache_type != kInt8) {
+      if (p.cache_layout != kPaired && !has_integers(p)) {
         project(p, source, p.q_norm_weight, place.position, scale, x);
         continue;
       }
       float projected[kMaxHeadSize];
       project(p, source, p.q_norm_weight, place.position, scale, projected);
-      if (p.cache_type == kInt8)
+      if (has_integers(p))
         round_query(projected, p.head_size, x);
       else
         Vec::round_to_bfloat16(projected, p.head_size, x);
@@ -171,6 +172,9 @@ static void store_token(const Problem& p, const TokenPlace& place, int64_t token
     const int64_t i = kIsTiled ? offset % kTile : 0;  // in its tile
     if constexpr (is_paired<Type>()) {
       store_paired(p, x, value, i, keys, values);
+    } else if constexpr (is_packed<Type>()) {
+      store_key_levels(p, x, i, keys);
+      store_value_levels(p, value, i, values);
     } else if constexpr (has_scales<Type>()) {
       store_key_quads(p, x, i, keys);
       store_value_quads(p, value, i, values);

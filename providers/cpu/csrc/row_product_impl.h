@@ -195,7 +195,8 @@ static void multiply_rows(const RowProduct& p) {
     case kFloat32: return product_of<Float32>(p);
     case kFloat16: return product_of<Float16>(p);
     case kBFloat16: return product_of<BFloat16>(p);
-    case kInt8: return;  // nobody asks
+    case kInt8:
+    case kInt4: return;  // nobody asks
   }
 }
 

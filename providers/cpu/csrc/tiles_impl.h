@@ -41,6 +41,11 @@ struct Tiles {
   int64_t ahead[kTilesPerChunk];
 };
 
+template <class Type>
+static inline void clear_ahead(Tiles<Type>& tiles) {
+  for (int64_t& bytes : tiles.ahead) bytes = 0;
+}
+
 struct TileScratch {
   float* key;    // [kChunk / 16][padded head size][16]
   float* value;  // [kChunk][padded head size]

@@ -36,7 +36,7 @@ bool validate_sizes(const Problem& p, const Report& fail) {
   if (p.num_tokens > INT32_MAX / p.num_heads)
     return fail("num_tokens x num_heads must stay below 2^31, found %lld x %lld",
                 Long{p.num_tokens}, Long{p.num_heads});
-  if (p.cache_type < kFloat32 || p.cache_type > kInt8)
+  if (p.cache_type < kFloat32 || p.cache_type > kInt4)
     return fail("unknown cache type %lld", Long{p.cache_type});
   if (p.cache_layout < kCanonical || p.cache_layout > kPaired)
     return fail("unknown cache layout %lld", Long{p.cache_layout});
@@ -45,8 +45,9 @@ bool validate_sizes(const Problem& p, const Report& fail) {
                 p.cache_layout == kTiled ? "tiled" : "paired", kTile, Long{p.block_size});
   if (p.cache_layout == kPaired && p.cache_type != kBFloat16)
     return fail("the paired cache layout holds bfloat16 only");
-  if (p.cache_type == kInt8 && p.cache_layout != kTiled)
-    return fail("an int8 cache needs the tiled cache layout, which has room for its scales");
+  if (has_integers(p) && p.cache_layout != kTiled)
+    return fail("an %s cache needs the tiled cache layout, which has room for its scales",
+                p.cache_type == kInt8 ? "int8" : "int4");
   if (!p.q_norm_weight != !p.k_norm_weight)
     return fail("q_norm_weight and k_norm_weight must be given together");
   if (p.window < 0 || p.softcap < 0) return fail("the window and the softcap may not be negative");

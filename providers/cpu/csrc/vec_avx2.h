@@ -127,6 +127,26 @@ struct Vec {
     return _mm256_and_si256(a, _mm256_set1_epi8(0x0f));
   }
   static inline Quads high_halves(Quads a) { return low_halves(_mm256_srli_epi16(a, 4)); }
+  static inline Quads even_bytes(Quads a) { return _mm256_and_si256(a, _mm256_set1_epi16(0xff)); }
+  static inline Quads odd_bytes(Quads a) { return _mm256_and_si256(a, _mm256_set1_epi16(~0xff)); }
+  static inline Quads high_bytes(Quads a) { return _mm256_srli_epi16(a, 8); }
+  static inline Quads mul_words(Quads a, Quads b) { return _mm256_mullo_epi16(a, b); }
+  static inline Quads add_bytes(Quads a, Quads b) { return _mm256_add_epi8(a, b); }
+  // Each of eight bytes four times, but for those that `without` has at 0x80, which become zero.
+  static inline Quads spread(const uint8_t* p, __m256i without) {
+    const __m256i both =
+        _mm256_broadcastsi128_si256(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i order = _mm256_setr_epi32(0, 0x01010101, 0x02020202, 0x03030303, 0x04040404,
+                                            0x05050505, 0x06060606, 0x07070707);
+    return _mm256_shuffle_epi8(both, _mm256_or_si256(order, without));
+  }
+  static inline Quads words_of(const uint8_t* p) {
+    return spread(p, _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
+  }
+  static inline Quads quads_of(const uint8_t* p) { return spread(p, _mm256_setzero_si256()); }
+  static inline void store_quads(int8_t* p, Quads a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+  }
   static inline T to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const __m256i x = _mm256_cvtps_epi32(a);

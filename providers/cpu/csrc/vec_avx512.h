@@ -140,6 +140,28 @@ struct Vec {
     return _mm512_and_si512(a, _mm512_set1_epi8(0x0f));
   }
   static inline Quads high_halves(Quads a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+  static inline Quads even_bytes(Quads a) { return _mm512_and_si512(a, _mm512_set1_epi16(0xff)); }
+  static inline Quads odd_bytes(Quads a) { return _mm512_and_si512(a, _mm512_set1_epi16(~0xff)); }
+  static inline Quads high_bytes(Quads a) { return _mm512_srli_epi16(a, 8); }
+  static inline Quads mul_words(Quads a, Quads b) { return _mm512_mullo_epi16(a, b); }
+  static inline Quads add_bytes(Quads a, Quads b) { return _mm512_add_epi8(a, b); }
+  // Each of sixteen bytes four times, but for those that `without` has at 0x80, which become zero.
+  static inline Quads spread(const uint8_t* p, __m512i without) {
+    const __m512i all =
+        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m512i order = _mm512_setr_epi32(
+        0, 0x01010101, 0x02020202, 0x03030303, 0x04040404, 0x05050505, 0x06060606, 0x07070707,
+        0x08080808, 0x09090909, 0x0a0a0a0a, 0x0b0b0b0b, 0x0c0c0c0c, 0x0d0d0d0d, 0x0e0e0e0e,
+        0x0f0f0f0f);
+    return _mm512_shuffle_epi8(all, _mm512_or_si512(order, without));
+  }
+  static inline Quads words_of(const uint8_t* p) {
+    return spread(p, _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  }
+  static inline Quads quads_of(const uint8_t* p) { return spread(p, _mm512_setzero_si512()); }
+  static inline void store_quads(int8_t* p, Quads a) {
+    _mm512_storeu_si512(p, a);
+  }
   static inline T to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a));

@@ -115,6 +115,29 @@ struct Vec {
   static inline Quads high_halves(Quads a) {
     return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(a), 4));
   }
+  static inline Quads even_bytes(Quads a) {
+    return vandq_s8(a, vreinterpretq_s8_u16(vdupq_n_u16(0x00ff)));
+  }
+  static inline Quads odd_bytes(Quads a) {
+    return vandq_s8(a, vreinterpretq_s8_u16(vdupq_n_u16(0xff00)));
+  }
+  static inline Quads high_bytes(Quads a) {
+    return vreinterpretq_s8_u16(vshrq_n_u16(vreinterpretq_u16_s8(a), 8));
+  }
+  static inline Quads mul_words(Quads a, Quads b) {
+    return vreinterpretq_s8_u16(vmulq_u16(vreinterpretq_u16_s8(a), vreinterpretq_u16_s8(b)));
+  }
+  static inline Quads add_bytes(Quads a, Quads b) { return vaddq_s8(a, b); }
+  static inline void store_quads(int8_t* p, Quads a) { vst1q_s8(p, a); }
+  static inline Quads quads_of(const uint8_t* p) {
+    uint32_t bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    const uint8x8_t four = vcreate_u8(bytes);
+    const uint8x8_t pairs = vzip1_u8(four, four);
+    const uint16x8_t quads = vmovl_u8(pairs);  // each byte as two words
+    return vreinterpretq_s8_u16(vmulq_n_u16(quads, 0x0101));
+  }
+  static inline Quads words_of(const uint8_t* p) { return even_bytes(quads_of(p)); }
   static inline T to_floats(Ints a) { return vcvtq_f32_s32(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const uint16x4_t words = vmovn_u32(vcvtnq_u32_f32(a));

@@ -17,6 +17,9 @@
 //   add_quads c and the four products of each quad, a's bytes unsigned and b's signed; the first two
 //             together, and the last two, are no more than 16 bits hold
 //   low_halves, high_halves  four bits of each byte, as a byte
+//   even_bytes, odd_bytes  the others become zero; high_bytes  the odd ones as words
+//   mul_words  the low halves of products of 16 bits; add_bytes  sums of bytes, which may wrap
+//   words_of, quads_of  kWidth bytes from memory, each as two words or as four bytes of its quad
 //   kQuadRows query rows whose sums of quads are held in registers at once; kQuadSums vectors of them
 //   store_bytes  rounds numbers from 0 to 255 to the nearest, ties to even; anything for a NaN
 //   swap_neighbours  lanes 0 and 1, 2 and 3, and so on
@@ -178,6 +181,47 @@ struct Vec {
   static inline Quads high_halves(Quads a) {
     for (uint8_t& byte : a.v) byte = static_cast<uint8_t>(byte >> 4);
     return a;
+  }
+  static inline Quads even_bytes(Quads a) {
+    for (int i = 1; i < 16; i += 2) a.v[i] = 0;
+    return a;
+  }
+  static inline Quads odd_bytes(Quads a) {
+    for (int i = 0; i < 16; i += 2) a.v[i] = 0;
+    return a;
+  }
+  static inline Quads high_bytes(Quads a) {
+    for (int i = 0; i < 16; i += 2) {
+      const uint16_t word = a.v[i + 1];
+      memcpy(a.v + i, &word, sizeof word);
+    }
+    return a;
+  }
+  static inline Quads mul_words(Quads a, Quads b) {
+    uint16_t x[8], y[8];
+    memcpy(x, a.v, sizeof x);
+    memcpy(y, b.v, sizeof y);
+    for (int i = 0; i < 8; i++) x[i] = static_cast<uint16_t>(uint32_t{x[i]} * y[i]);
+    memcpy(a.v, x, sizeof x);
+    return a;
+  }
+  static inline Quads add_bytes(Quads a, Quads b) {
+    for (int i = 0; i < 16; i++) a.v[i] = static_cast<uint8_t>(a.v[i] + b.v[i]);
+    return a;
+  }
+  static inline void store_quads(int8_t* p, Quads a) { memcpy(p, a.v, sizeof a.v); }
+  static inline Quads words_of(const uint8_t* p) {
+    Quads r;
+    for (int i = 0; i < 16; i++) {
+      const uint16_t word = p[i / 4];  // as this machine has it in memory
+      memcpy(r.v + i / 2 * 2, &word, sizeof word);
+    }
+    return r;
+  }
+  static inline Quads quads_of(const uint8_t* p) {
+    Quads r;
+    for (int i = 0; i < 16; i++) r.v[i] = p[i / 4];
+    return r;
   }
   static inline T to_floats(Ints a) {
     return each([&](int i) { return static_cast<float>(a.v[i]); });
