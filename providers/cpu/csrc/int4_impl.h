@@ -136,8 +136,9 @@ static inline Vec::Quads set1_bytes(const uint8_t* p) {
 // likewise.
 static inline Vec::Quads values_of(Vec::Quads levels, Vec::Quads even, Vec::Quads odd,
                                    Vec::Quads first) {
-  const Vec::Quads products = Vec::add_bytes(Vec::mul_words(Vec::even_bytes(levels), even),
-                                             Vec::mul_words(Vec::odd_bytes(levels), odd));
+  // a slot that nobody has written may hold any step, which is to spoil no other token's value
+  const Vec::Quads low = Vec::even_bytes(Vec::mul_words(Vec::even_bytes(levels), even));
+  const Vec::Quads products = Vec::add_bytes(low, Vec::mul_words(Vec::odd_bytes(levels), odd));
   return Vec::add_bytes(products, first);
 }
 
