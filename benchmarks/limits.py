@@ -109,6 +109,11 @@ def main() -> None:
     artifact = arguments.artifact.resolve()
     whole, coarse = (read_bytes(artifact, coarse=is_coarse) for is_coarse in (False, True))
     operations = token_operations(artifact)
+    if not operations:
+        sys.exit(
+            f"{artifact} has no quantized weights; the limits are of reading these, and of "
+            "multiplying int8. Give a model that was exported with --precision int4 or int8."
+        )
     runner = [sys.executable, "-m", "benchmarks.run_onnxport", str(artifact)]
     runner += ["--threads", str(arguments.threads), "--workloads"]
     shares: dict[str, list[float]] = {}

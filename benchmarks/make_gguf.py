@@ -14,6 +14,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,11 @@ def mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.ui
 def joined(
     found: Iterator[tuple[str, NDArray[np.float32]]], experts: int, pack: Pack
 ) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Pack matrices, and put those of all experts of a layer in one tensor, as llama.cpp does."""
+    """Pack matrices, and put those of all experts of a layer in one tensor, as llama.cpp does.
+
+    Raises:
+        SystemExit: experts are missing, or are not in order.
+    """
     parts: dict[str, list[NDArray[Any]]] = {}
     for name, values in found:
         match = EXPERT.fullmatch(name)
@@ -130,10 +135,13 @@ def joined(
             continue
         whole = match[1] + match[3]
         of = parts.setdefault(whole, [])
-        assert len(of) == int(match[2]), "experts are in order"
+        if len(of) != int(match[2]):
+            raise SystemExit(f"{name} does not come behind the expert before it")
         of.append(pack(whole, values))
         if len(of) == experts:
             yield whole, np.stack(parts.pop(whole))
+    if parts:
+        raise SystemExit(f"{next(iter(parts))} has fewer than {experts} experts")
 
 
 def gguf_name(name: str, model_type: str) -> str:
@@ -198,6 +206,7 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Parse arguments and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("output", type=Path)
@@ -227,16 +236,21 @@ def main() -> None:
     def pack(name: str, values: NDArray[Any]) -> NDArray[Any]:
         if model_type == "gemma3_text" and name.endswith("norm.weight"):
             return values + 1  # what is multiplied with
-        if is_plain(name, values) or values.dtype == np.uint8:
+        if values.dtype == np.uint8:
             return values
-        target = gguf_name(name, model_type)
-        return gguf.quants.quantize(rotated(name, values, config), kind_of(target))
+        values = rotated(name, values, config)
+        if is_plain(name, values):
+            return values
+        return gguf.quants.quantize(values, kind_of(gguf_name(name, model_type)))
 
-    for path in sorted(arguments.checkpoint.glob("*.safetensors")):
-        for name, packed in joined(tensors(path), config.get("num_experts", 0), pack):
-            target = gguf_name(name, model_type)
-            raw = None if is_plain(name, packed) else kind_of(target)
-            writer.add_tensor(target, packed, raw_dtype=raw)
+    files = sorted(arguments.checkpoint.glob("*.safetensors"))
+    if not files:
+        raise SystemExit(f"{arguments.checkpoint} has no safetensors; make_checkpoint.py writes it")
+    found = chain.from_iterable(map(tensors, files))
+    for name, packed in joined(found, config.get("num_experts", 0), pack):
+        target = gguf_name(name, model_type)
+        raw = None if is_plain(name, packed) else kind_of(target)
+        writer.add_tensor(target, packed, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -152,11 +152,21 @@ def sides(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def write_section(path: Path, name: str, lines: Iterable[str]) -> None:
-    """Put lines between a section's marks in a file, or at its end if it has none yet."""
+    """Put lines between a section's marks in a file, or at its end if it has none yet.
+
+    Raises:
+        SystemExit: the file has one of the marks, or has them in another order: what is between
+            would be lost.
+    """
     text = path.read_text() if path.exists() else "# Results\n"
     begin, end = BEGIN.format(name), END.format(name)
     section = "\n".join([begin, "", *lines, "", end])
-    if begin in text and end in text:
+    if begin in text or end in text:
+        if (text.count(begin), text.count(end)) != (1, 1) or text.index(end) < text.index(begin):
+            raise SystemExit(
+                f"{path} does not have {begin!r} and behind it {end!r}, each once; mend it, or "
+                "remove both, and the section is written at its end"
+            )
         before, _, rest = text.partition(begin)
         text = before + section + rest.partition(end)[2]
     else:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnxport.providers.base import LoadOptions
 from onnxport.serving import numpy_sampler, sampling
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.drawing import RowParams, Thinning
+from onnxport.serving.drawing import Adapting, RowParams, Thinning
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
@@ -46,6 +46,9 @@ MODES = {
     "typical_p": RowParams(1.0, thinning=Thinning(typical_p=0.9)),
     "xtc": RowParams(1.0, thinning=Thinning(xtc_threshold=0.1)),
     "typical min_p": RowParams(1.0, min_p=0.05, thinning=Thinning(0.0, 0.9, 0.1)),
+    "dynatemp": RowParams(1.5, adapting=Adapting(0.5)),
+    "mirostat 1": RowParams(1.0, adapting=Adapting(mirostat=1, mu=10.0)),
+    "mirostat 2": RowParams(1.0, adapting=Adapting(mirostat=2, mu=10.0)),
     "logprobs": RowParams(num_logprobs=5),
     EVERYTHING: RowParams(1.0, 50, 0.9, num_logprobs=5, min_p=0.05),
 }
@@ -59,6 +62,10 @@ ENGINE_MODES: dict[str, dict[str, Any]] = {
     "typical_p": {"typical_p": 0.9},
     "xtc": {"xtc_probability": 1.0},
     "typical min_p": {"min_p": 0.05, "typical_p": 0.9, "xtc_probability": 1.0},
+    "dynatemp": {"dynatemp_range": 0.5},
+    "mirostat 1": {"mirostat": 1},
+    "mirostat 2": {"mirostat": 2},
+    "window": {"temperature": 0.0, "repetition_penalty": 1.1, "repeat_last_n": 64},
     "dry": {"temperature": 0.0, "dry_multiplier": 0.8, "dry_sequence_breakers": ()},
     "logprobs": {"temperature": 0.0, "logprobs": 5},
     EVERYTHING: {

@@ -8,7 +8,9 @@ warms up.
 Figures are tokens a second after the first token of each request, and the ratio within a round.
 Each pair of outputs is compared: any difference ends the run.
 
-* `text`: the model's own answers, greedy. Guesses by the draft model and by n-grams.
+* `text`: the model's own answers, greedy. Guesses by the draft model, by n-grams and by suffixes.
+* `repeat`: the same requests again, of which suffix decoding has kept the answers. In its other
+  cases it has none: they are let go before each batch.
 * `repetition`: the same after a prompt that repeats itself.
 * `random`: tokens drawn nearly at random, which no n-gram foretells.
 * `wrong`: a drafter whose guesses are always there and never right: the worst that can be.
@@ -35,6 +37,8 @@ from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.drafter import Drafter
+from onnxport.serving.speculation.forced import ForcedDrafter
+from onnxport.serving.speculation.suffix import SuffixDrafter
 from onnxport.serving.verify.machine import this_machine
 
 TEXTS = (
@@ -101,7 +105,7 @@ class Case:
     """What is measured."""
 
     name: str
-    method: str  # ngram, draft_model, eagle3
+    method: str  # ngram, suffix, draft_model, eagle3
     rows: int
 
     @property
@@ -182,6 +186,16 @@ def futures(
     }
 
 
+def forget_answers(drafter: Asking | ForcedDrafter) -> None:
+    """Let go of the answers that suffix decoding has kept."""
+    forced = drafter._inner if isinstance(drafter, Asking) else drafter
+    assert isinstance(forced, ForcedDrafter)
+    suffixes = forced._otherwise
+    assert isinstance(suffixes, SuffixDrafter)
+    assert suffixes.answers is not None
+    suffixes.answers.clear()
+
+
 def round_of(
     case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace
 ) -> tuple[float, float]:
@@ -203,6 +217,8 @@ def round_of(
         drafter.future = futures(plain, ids, params)
     for number in range(options.streams):
         batch = slice(number * case.rows, (number + 1) * case.rows)
+        if case.method == "suffix" and case.name != "repeat":
+            forget_answers(drafter)
         for run in runs[:: -1 if number % 2 else 1]:
             run.add(ids[batch], params[batch])
     if without.texts != having.texts:
@@ -212,10 +228,13 @@ def round_of(
 
 def measure(case: Case, options: argparse.Namespace) -> Figures:
     """Run a case with and without speculation, in turns."""
-    config = SpeculationConfig(
-        "ngram", options.num_speculative_tokens, disable_by_batch_size=options.most_rows
-    )
-    if case.method != "ngram":
+    if case.method in ("ngram", "suffix"):
+        config = SpeculationConfig(
+            "ngram" if case.method == "ngram" else "suffix",
+            options.num_speculative_tokens,
+            disable_by_batch_size=options.most_rows,
+        )
+    else:
         config = SpeculationConfig(
             "eagle3" if case.method == "eagle3" else "draft_model",
             options.num_speculative_tokens,
@@ -278,17 +297,19 @@ def compare(case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace) 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Return what to measure."""
-    methods = ["ngram"]
+    methods = ["ngram", "suffix"]
     methods += ["draft_model"] if options.draft else []
     methods += ["eagle3"] if options.head else []
     for rows in options.rows:
         for method in methods:
             yield Case("text", method, rows)
             yield Case("wrong", method, rows)
-            if options.accepted is not None and method != "ngram":
+            if options.accepted is not None and method not in ("ngram", "suffix"):
                 yield Case("told", method, rows)
-        yield Case("repetition", "ngram", rows)
-        yield Case("random", "ngram", rows)
+        yield Case("repeat", "suffix", rows)
+        for method in ("ngram", "suffix"):
+            yield Case("repetition", method, rows)
+            yield Case("random", method, rows)
 
 
 def main() -> None:
@@ -305,7 +326,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, help="batches a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--num-speculative-tokens", type=int, default=5)
+    parser.add_argument("--num-speculative-tokens", type=int, help="as in the speculative config")
     parser.add_argument("--most-rows", type=int, help="disable_by_batch_size")
     parser.add_argument("--only", help="the cases whose name has this in it")
     options = parser.parse_args()

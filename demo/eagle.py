@@ -4,6 +4,7 @@ Its tensors and its config.json are as the authors of EAGLE-3 publish them (arXi
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -140,7 +141,9 @@ def states_and_logits(
     return torch.cat([output.hidden_states[layer] for layer in layers], -1), output.logits
 
 
-def drafts(model: LlamaForCausalLM, head: Head, ids: Tensor, states: Tensor, places: int) -> Any:
+def drafts(
+    model: LlamaForCausalLM, head: Head, ids: Tensor, states: Tensor, places: int
+) -> Iterator[Tensor]:
     """Yield the head's logits at each place of a draft, as if one began at every token.
 
     A draft's first place reads the model's state, each further one what the head made of the place

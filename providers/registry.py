@@ -25,7 +25,7 @@ PROVIDERS = {
 # Those that are made for the processor.
 HOSTS = ("cpu", "openvino")
 # Those that have devices to choose from: `openvino:gpu`.
-WITH_DEVICES = ("cuda", "migraphx", "directml", "openvino")
+WITH_DEVICES = ("cuda", "migraphx", "directml", "openvino", "webgpu")
 # Those whose graphs can run on the CPU instead.
 EMULATED = ("cuda", "migraphx", "directml", "webgpu")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,7 @@ EXECUTION_PROVIDER: Final = "WebGpuExecutionProvider"
 MEMORY: Final = "webgpu"
 PLUGIN: Final = "onnxruntime_ep_webgpu"
 INSTALL: Final = "pip install 'onnxport[webgpu]'"
+PREFERENCES: Final = ("high-performance", "low-power")  # by which WebGPU takes one of several GPUs
 BLOCK_SIZE: Final = 16
 BUFFER_BYTES: Final = 128 << 20  # what every WebGPU device binds as one storage buffer
 NATIVE: Final = NativeLimits(
@@ -63,18 +65,30 @@ class _Adapter:
     versions: dict[str, str]
     has_float16: bool
     distrust: str  # why its PagedAttention is not used, "" if it is
+    choice: str  # how one of several GPUs was taken, "" if there are not several
 
 
 class WebGpuProvider:
     """Loads artifacts on the adapter that the WebGPU implementation chooses.
 
     Args:
+        device: which of several GPUs it is to choose, one of PREFERENCES; "": as it does by itself.
+            A process has one: while a model of the other preference is there, it is that model's.
         emulate: let the CPU stand in for it.
+
+    Raises:
+        ProviderError: there is no such preference.
     """
 
     name = "webgpu"
 
-    def __init__(self, *, emulate: bool = False) -> None:
+    def __init__(self, device: str = "", *, emulate: bool = False) -> None:
+        if device and device not in PREFERENCES:
+            raise ProviderError(
+                f"webgpu:{device} does not name a preference, and WebGPU takes no numbers of GPUs; "
+                f"give webgpu:{' or webgpu:'.join(PREFERENCES)}"
+            )
+        self._preference = device
         self._emulate = emulate
 
     def probe(self) -> Probe:
@@ -85,6 +99,7 @@ class WebGpuProvider:
             return Probe(False, str(error))
         recipe = self._recipe()
         notes = [f"attention is decomposed: {found.distrust}"] if found.distrust else []
+        notes += [found.choice] if found.choice else []
         if found.device.kind == "cpu":
             notes.append("no GPU: a software device stands in, for tests rather than for speed")
         features = Features.one_type(
@@ -97,6 +112,8 @@ class WebGpuProvider:
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
         target = Target("", MEMORY) if self._emulate else self._adapter.target
+        if not self._emulate and self._adapter.choice:
+            logger.info("%s", self._adapter.choice)
         return load_on_device(artifact, options, self._recipe(), target, emulate=self._emulate)
 
     def _recipe(self) -> Recipe:
@@ -130,9 +147,17 @@ class WebGpuProvider:
             raise ProviderError(f"onnxruntime is missing ({error}): {INSTALL}") from error
         versions = {"onnxruntime": ort.__version__}
         # The plugin first: once it is registered, ONNX Runtime lists its name as if built in.
+        gpus: list[Any] = []
         if plugin := _plugin_version():
             versions[PLUGIN] = plugin
-            target = Target(EXECUTION_PROVIDER, MEMORY, ep_device=_plugin_device(ort))
+            gpus = _plugin_devices(ort)
+            wanted = {"powerPreference": self._preference} if self._preference else {}
+            target = Target(EXECUTION_PROVIDER, MEMORY, options=wanted, ep_device=gpus[0])
+        elif self._preference:
+            raise ProviderError(
+                f"webgpu:{self._preference} needs the plugin, which is told of preferences, and it "
+                f"is missing: {INSTALL}"
+            )
         elif EXECUTION_PROVIDER in ort.get_available_providers():
             target = Target(EXECUTION_PROVIDER, MEMORY)
         else:
@@ -151,7 +176,9 @@ class WebGpuProvider:
         reason = "it has no 16-bit floats"
         if has_float16:
             reason = distrust(target, "float16")
-        return _Adapter(target, _device(target), versions, has_float16, reason)
+        names = [_hardware(each) for each in gpus]
+        choice = _choice(names, self._preference)
+        return _Adapter(target, _device(names), versions, has_float16, reason, choice)
 
 
 def _plugin_version() -> str | None:
@@ -162,8 +189,12 @@ def _plugin_version() -> str | None:
         return None
 
 
-def _plugin_device(ort: Any) -> Any:
-    """Register the plugin's library, once a process, and return its device."""
+def _plugin_devices(ort: Any) -> list[Any]:
+    """Register the plugin's library, once a process, and return the GPUs that it may take.
+
+    A session is started with one of them, whichever: the plugin asks WebGPU for an adapter without
+    telling it of that (`webgpu/ep/factory.cc` of ONNX Runtime).
+    """
     try:
         import onnxruntime_ep_webgpu as plugin
 
@@ -179,7 +210,7 @@ def _plugin_device(ort: Any) -> Any:
             "the WebGPU plugin finds no GPU here. On Linux it needs one that the kernel lists in "
             "/sys/class/drm, and a Vulkan loader (Debian: apt install libvulkan1)"
         )
-    return found[0]
+    return found
 
 
 def _devices(ort: Any, plugin: Any) -> list[Any]:
@@ -194,17 +225,40 @@ def _register(ort: Any, plugin: Any) -> None:
             raise
 
 
-def _device(target: Target) -> Device:
-    """What is known of the adapter; WebGPU tells neither its memory nor, here, its name."""
+def _hardware(ep_device: Any) -> str:
+    """What ONNX Runtime tells of a GPU."""
+    hardware = ep_device.device
+    vendor = hardware.vendor or f"vendor {hardware.vendor_id:#06x}"
+    return f"{vendor}, device {hardware.device_id:#06x}"
+
+
+def _choice(names: Sequence[str], preference: str) -> str:
+    """Say how one of several GPUs is taken; "" where there are not several."""
+    if len(names) < 2:
+        return ""
+    how = f"prefers {preference}" if preference else "chooses by itself"
+    return (
+        f"{len(names)} GPUs are there ({'; '.join(names)}), and WebGPU {how}, and does not say "
+        f"which it took. webgpu:{' and webgpu:'.join(PREFERENCES)} tell it what to prefer; on "
+        "Linux VK_DRIVER_FILES hides the GPUs of other drivers"
+    )
+
+
+def _device(names: Sequence[str]) -> Device:
+    """What is known of the adapter; WebGPU tells neither its memory nor, here, its name.
+
+    Args:
+        names: of the GPUs of which it is one, as the plugin lists them; empty without the plugin.
+    """
     kind: DeviceKind = "gpu"
     has_one = any(map(Path.exists, map(Path, _LINUX_GPUS)))
     if sys.platform == "linux" and (not has_one or _is_in_software()):
         kind = "cpu"
-    name = "WebGPU adapter" if kind == "gpu" else "WebGPU software adapter"
-    if kind == "gpu" and target.ep_device is not None:
-        hardware = target.ep_device.device
-        vendor = hardware.vendor or f"vendor {hardware.vendor_id:#06x}"
-        name += f" ({vendor}, device {hardware.device_id:#06x})"
+    if kind == "cpu":
+        return Device("WebGPU software adapter", None, kind)
+    name = "WebGPU adapter"
+    if names:
+        name += f" ({names[0] if len(names) == 1 else f'one of {len(names)} GPUs'})"
     return Device(name, None, kind)
 
 

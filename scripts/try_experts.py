@@ -5,14 +5,15 @@
 
 One layer, as the exporter writes it, for some numbers of experts, rows and chosen ones, several
 times each: what is printed is how often a result was wrong, and by how much of its largest number.
-Where nothing is wrong, a provider may be told to keep `QMoE`; until then `split_experts` writes
-experts in standard operators (docs/providers.md).
+Of experts whose logits are equal any may be chosen. Where nothing is wrong, a provider may be told
+to keep `QMoE`; until then `split_experts` writes experts in standard operators (docs/providers.md).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
@@ -55,10 +56,10 @@ def main() -> None:
             x, logits = inputs(kind, rows, given.hidden, count, per_token)
             dtype = helper.tensor_dtype_to_np_dtype(TYPES[given.dtype])
             x, logits = x.astype(dtype), logits.astype(dtype)
-            meant = expected(*weights, x.astype(np.float32), logits.astype(np.float32), per_token)
+            given_to = x.astype(np.float32), logits.astype(np.float32)
+            meant = expected(*weights, *given_to, per_token)
             errors = [
-                np.abs(session.run(None, {"x": x, "router": logits})[0] - meant).max()
-                / np.abs(meant).max()
+                error_of(session.run(None, {"x": x, "router": logits})[0], meant)
                 for _ in range(TIMES)
             ]
             wrong = sum(not error <= TOLERANCE[given.dtype] for error in errors)
@@ -131,16 +132,53 @@ def inputs(kind: str, rows: int, hidden: int, count: int, per_token: int) -> tup
     return x, logits
 
 
-def expected(gate_up: Array, down: Array, x: Array, logits: Array, per_token: int) -> Array:
-    """The definition, row by row."""
-    y = np.zeros(x.shape)
-    for row, (values, scores) in enumerate(zip(x, logits, strict=True)):
-        chosen = np.argsort(-scores, kind="stable")[:per_token]
-        parts = np.exp(scores[chosen] - scores[chosen].max())
-        for part, expert in zip(parts / parts.sum(), chosen, strict=True):
-            gate, up = (gate_up[expert, turn::2] @ values for turn in (0, 1))
-            y[row] += part * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
-    return y
+def expected(gate_up: Array, down: Array, x: Array, logits: Array, per_token: int) -> list[Array]:
+    """The definition, row by row: all results that it allows, [choices, columns].
+
+    Experts that have the last of the chosen logits may be more than there is room for; whichever of
+    them are chosen is right, with the same shares.
+    """
+    allowed = []
+    for values, scores in zip(x, logits, strict=True):
+        ranked = np.sort(scores)[::-1][:per_token]
+        shares = np.exp(ranked - ranked[0])
+        shares /= shares.sum()
+        certain = np.flatnonzero(scores > ranked[-1])
+        tied = np.flatnonzero(scores == ranked[-1])
+        room = per_token - len(certain)
+        outputs = {
+            expert: _output(gate_up[expert], down[expert], values) for expert in (*certain, *tied)
+        }
+        certain = certain[np.argsort(-scores[certain], kind="stable")]
+        base = sum(
+            (share * outputs[expert] for share, expert in zip(shares, certain, strict=False)),
+            np.zeros(len(values)),
+        )
+        choices = combinations(tied, room)
+        allowed.append(
+            np.stack([base + shares[-1] * sum(outputs[one] for one in each) for each in choices])
+        )
+    return allowed
+
+
+def _output(gate_up: Array, down: Array, values: Array) -> Array:
+    """What one expert makes of a row."""
+    gate, up = (gate_up[turn::2] @ values for turn in (0, 1))
+    result: Array = down @ (gate / (1 + np.exp(-gate)) * up)
+    return result
+
+
+def error_of(found: Array, allowed: list[Array]) -> float:
+    """The largest error of a result, as a share of its largest number; NaN where it has one.
+
+    Each row is compared with that of its allowed results which is nearest.
+    """
+    largest = max(float(np.abs(each).max()) for each in allowed)
+    rows = [
+        np.abs(each - row.astype(np.float32)).max(axis=1).min()
+        for row, each in zip(found, allowed, strict=True)
+    ]
+    return float(np.max(rows)) / largest
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ class Draft:
         drafts: row -> guessed tokens that are computed after its own.
         found: what is cached that prompts can go on from.
         leading: keys of the blocks that are being computed, and by whom.
+        starting: waiting requests that have their rows and blocks, if not always tokens yet.
     """
 
     __slots__ = (
@@ -99,6 +100,7 @@ class Draft:
         "requests",
         "rows",
         "shared",
+        "starting",
         "turns",
         "yielding",
     )
@@ -118,6 +120,7 @@ class Draft:
         self.drafts: dict[int, tuple[int, ...]] = {}
         self.found: dict[Request, Found] = {}
         self.leading: dict[bytes, Request] = {}
+        self.starting: set[Request] = set()
         self.requests: list[Request] = []
         self.num_decodes = 0
         self.num_past: list[int] = []
@@ -204,6 +207,10 @@ class Draft:
         self.free -= num_columns * len(self._groups)
         self.claimed += self.pending(request, shared, self.num_new_columns[row]) - claim
         return taken
+
+    def claim(self, request: Request) -> int:
+        """How many blocks a running prompt has still to take; 0 for one that decodes."""
+        return 0 if request.decodes else self.pending(request)
 
     def pending(self, request: Request, shared: Found = NOTHING, num_new: int = 0) -> int:
         """How many blocks a prompt has still to take, to be computed up to its end.

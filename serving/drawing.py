@@ -37,6 +37,18 @@ class Thinning(NamedTuple):
     xtc_threshold: float = NOTHING_LEFT_OUT
 
 
+class Adapting(NamedTuple):
+    """What depends on all of a row's logits; see `onnxport.serving.adapting`.
+
+    A temperature that moves, up to that of the row, or Mirostat.
+    """
+
+    least_temperature: float = 0.0
+    exponent: float = 1.0
+    mirostat: int = 0  # 1 or 2; 0: the temperature moves
+    mu: float = 0.0  # how much a token may surprise, in bits; of this step
+
+
 class RowParams(NamedTuple):
     """How one row is sampled; a tuple, as every step makes one for every row."""
 
@@ -50,6 +62,7 @@ class RowParams(NamedTuple):
     mask: NDArray[np.uint32] | None = None  # [ceil(vocab / 32)], bit i % 32 of word i // 32 allows
     # token i; None: all
     thinning: Thinning | None = None
+    adapting: Adapting | None = None
 
     @property
     def greedy(self) -> bool:
@@ -65,7 +78,7 @@ class RowParams(NamedTuple):
     def truncated(self) -> bool:
         """Whether some tokens are left out before one is drawn."""
         some = self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
-        return some or self.thinning is not None
+        return some or self.thinning is not None or self.adapting is not None
 
 
 def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
@@ -73,9 +86,9 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
 
     For a row that draws from all these are the largest sums of logits and noise. `top_p`, `min_p`,
     `typical_p` and XTC choose among the `top_k` largest, and `min_p` compares with the very
-    largest. Log probabilities look at others, and `top_n_sigma` at all. Where some logits are
-    lowered first, as many more count: at least `top_k` of them stay what they are, and all others
-    are less still.
+    largest. Log probabilities look at others, `top_n_sigma` and what is `adapting` at all. Where
+    some logits are lowered first, as many more count: at least `top_k` of them stay what they are,
+    and all others are less still.
 
     Args:
         row: how it is sampled; not its edits and mask.
@@ -83,6 +96,8 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     """
     count = 1 if row.greedy or not row.truncated else row.top_k
     if row.num_logprobs is not None or lowered is None or count is None:
+        return 0
+    if row.adapting is not None:
         return 0
     if row.thinning is not None and row.thinning.top_n_sigma and not row.greedy:
         return 0
@@ -115,6 +130,8 @@ def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:
     if row.num_logprobs is not None:
         return LOG2_E
     if is_masked and row.truncated and not row.greedy:
+        return NO_SUMMARY
+    if row.adapting is not None and not row.greedy:
         return NO_SUMMARY
     if is_edited or not row.truncated or row.greedy or row.top_k is not None or row.min_p > 0.0:
         return NO_SUMS

@@ -23,6 +23,7 @@ from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 LONGEST = 256  # tokens of a repetition that count
+LENGTH_BITS = 9  # of a number up to that
 MOST_LOWERED = 1e5  # of a logit; more would not be told apart
 ROOM = 64  # tokens
 SPARSE = 16  # of so many tokens one, so that looking at these costs less than looking at all
@@ -151,17 +152,17 @@ class Repetitions:
         least = max(1, dry.allowed_length)
         places = first + np.flatnonzero(self._lengths[first : size - 1] >= least)
         places = places[~self._breaks[places + 1]]
-        if not len(places):
-            return NO_IDS, NO_VALUES
         lengths = np.minimum(self._lengths[places], (places - first + 1).astype(np.int32))
         enough = lengths >= least
         places, lengths = places[enough], lengths[enough]
-        following = self._ids[places + 1]
-        longest = np.zeros(int(following.max(initial=0)) + 1, np.int32)
-        order = np.argsort(lengths.astype(np.uint16), kind="stable")  # of repeated ones the last
-        longest[following[order]] = lengths[order]  # is kept
-        token_ids = np.flatnonzero(longest)
-        return token_ids, (-dry.lowered(longest[token_ids])).astype(np.float32)
+        if not len(places):
+            return NO_IDS, NO_VALUES
+        # Each token once, with the longest of its repetitions, which comes last in this order.
+        keys = np.sort(self._ids[places + 1] << LENGTH_BITS | lengths)
+        token_ids = keys >> LENGTH_BITS
+        last = np.append(token_ids[1:] != token_ids[:-1], True)
+        longest = (keys[last] & ((1 << LENGTH_BITS) - 1)).astype(np.int32)
+        return token_ids[last], (-dry.lowered(longest)).astype(np.float32)
 
 
 def _lengths(ids: Ids, breaks: NDArray[np.bool_]) -> NDArray[np.int32]:

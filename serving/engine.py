@@ -31,7 +31,8 @@ from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.sampling import Drawn, with_siblings
 from onnxport.serving.sequences import Sequences
 from onnxport.serving.stats import EngineStats
-from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
+from onnxport.serving.structured.cache import GrammarCompiler
+from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 

@@ -41,6 +41,7 @@ class Growth:
     reason: FinishReason | None = None  # why the sequence ends here; None: it goes on
     stop_reason: int | str | None = None  # stop token or string that ends it, or `STOP_REASON`
     failure: Failure | None = None  # why `reason` is "error"
+    times: tuple[float, float, float] | None = None  # see `CompletionDelta`
 
     def delta(self, name: Naming) -> CompletionDelta:
         """Return it with its text; once, and in order. Any thread may, while steps go on.
@@ -72,6 +73,7 @@ class Growth:
             self.num_cached_tokens,
             failure,
             scores,
+            self.times,
         )
 
     def _spell(self, stream: TextStream) -> str:
@@ -128,6 +130,8 @@ def grow(drawn: Drawn, eos_token_ids: frozenset[int]) -> Growth:
             logger.error("request %s failed", request.request_id, exc_info=error)
             end = End("error", None, failure_of(error))
             return _growth(drawn, count - 1, text, num_spelled, end)
+        if request.mirostat is not None and drawn.surprise is not None:
+            request.mirostat.note(drawn.surprise)
         text += added.text
         num_spelled += added.is_text
         if added.end is not None:
@@ -204,7 +208,16 @@ def _growth(drawn: Drawn, count: int, text: str, num_spelled: int, end: End | No
         reason,
         stop_reason,
         failure,
+        _times(request),
     )
+
+
+def _times(request: Request) -> tuple[float, float, float] | None:
+    """Return when the first step began, and the first and the last token came, if any has."""
+    times = request.times
+    if times.scheduled_s is None or times.first_token_s is None or times.last_token_s is None:
+        return None
+    return times.scheduled_s, times.first_token_s, times.last_token_s
 
 
 def _take_scores(request: Request) -> list[RowLogprobs] | None:

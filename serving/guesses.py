@@ -156,7 +156,9 @@ class Guessing:
         decoding = [
             request
             for request in decoding
-            if request.num_output_tokens and request.max_total_tokens - len(request.tokens) > 1
+            if request.num_output_tokens
+            and request.max_total_tokens - len(request.tokens) > 1
+            and request.mirostat is None  # what it draws from depends on what it drew
         ]
         if not decoding or budget < 1:
             return NO_DRAFTS

@@ -19,7 +19,8 @@ from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import check_ids, logit_rules
-from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
+from onnxport.serving.structured.cache import GrammarCompiler
+from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.text import Pieces, TextStream
 from onnxport.serving.thought_budget import thought_budget

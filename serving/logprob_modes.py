@@ -12,9 +12,10 @@ from typing import Final
 import numpy as np
 
 from onnxport.graphs.noise import LEAST_TEMPERATURE
+from onnxport.serving.adapting import settled
 from onnxport.serving.drawing import FIRST_NUCLEUS, RowParams, thinned
-from onnxport.serving.edits import Floats, Ids, edited
-from onnxport.serving.numpy_sampler import allowed_ids
+from onnxport.serving.edits import Floats
+from onnxport.serving.numpy_sampler import changed_row, only
 from onnxport.serving.sampled import RowLogprobs
 from onnxport.serving.topm import top_m
 
@@ -38,42 +39,25 @@ def processed(logits: Floats, row: RowParams, token_id: int) -> Floats:
     """Return the logits that a token is drawn from, float32 [vocab]; -inf where none is.
 
     They are changed and forbidden as the row's edits and mask say, divided by the temperature, and
-    cut by `min_p`, `top_k`, `top_p` and the row's `thinning`. Of a row that is greedy by its
-    temperature, 0, they are as they were before that, as in vLLM.
+    cut by `min_p`, `top_k`, `top_p`, Mirostat and the row's `thinning`. Of a row that is greedy by
+    its temperature, 0, they are as they were before that, as in vLLM.
 
     Args:
         logits: float32 [vocab], the model's own; not changed.
         row: how it was sampled.
         token_id: what came of that; it is left, however a border was rounded.
     """
-    values = _changed(logits, row)
+    values = changed_row(logits, row)
+    row = settled(values, row)
     if row.temperature == 0.0:
         return values
     if row.thinning is not None:
         ids, _ = thinned(values, row)
-        values = _only(values, np.append(ids, token_id))
+        values = only(values, np.append(ids, token_id))
     elif row.truncated:
         values = _cut(values, row, token_id)
     values /= np.float32(max(row.temperature, LEAST_TEMPERATURE))
     return values
-
-
-def _changed(logits: Floats, row: RowParams) -> Floats:
-    """Return a copy with the row's edits, float32 [vocab]; what must not come is -inf."""
-    if row.edits is None:
-        values = logits.copy()
-    else:
-        with edited(logits[None].copy(), [(0, row.edits)]) as changed:
-            values = changed[0].copy()
-    ids = allowed_ids(row, len(logits))
-    return values if ids is None else _only(values, ids)
-
-
-def _only(values: Floats, ids: Ids) -> Floats:
-    """Return the values of some tokens; -inf for others."""
-    kept = np.full(len(values), -np.inf, np.float32)
-    kept[ids] = values[ids]
-    return kept
 
 
 def _cut(values: Floats, row: RowParams, token_id: int) -> Floats:
@@ -97,7 +81,7 @@ def _cut(values: Floats, row: RowParams, token_id: int) -> Floats:
     drawn = values[token_id]
     before = np.count_nonzero(values > drawn) + np.count_nonzero(values[:token_id] == drawn)
     _, [left] = top_m(values[None], max(size, int(before) + 1))
-    return _only(values, left)
+    return only(values, left)
 
 
 def _nucleus_size(values: Floats, row: RowParams, size: int) -> int:

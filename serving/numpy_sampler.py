@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from onnxport.serving.adapting import settled, surprise
 from onnxport.serving.drawing import RowParams, draw
 from onnxport.serving.edits import Floats, Ids, edited
 from onnxport.serving.sampled import RowLogprobs, Sampled
@@ -24,6 +26,8 @@ def sample_greedy(logits: Floats) -> Sampled:
 
 def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
     """See `sampler.sample`."""
+    if any(row.adapting is not None for row in rows):
+        return _sample_adapting(logits, rows)
     changes = [(index, row.edits) for index, row in enumerate(rows) if row.edits is not None]
     if changes:
         with edited(logits, changes) as changed:
@@ -44,6 +48,45 @@ def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
             except FloatingPointError:
                 invalid.add(index)
     return Sampled(token_ids, logprobs, tuple(sorted(invalid)))
+
+
+def _sample_adapting(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
+    """See `sampler.sample`; some rows are drawn as their logits say."""
+    fixed = list(rows)
+    changed: dict[int, Floats] = {}
+    for index, row in enumerate(rows):
+        if row.adapting is not None:
+            values = changed_row(logits[index], row)
+            fixed[index] = row._replace(adapting=None)
+            if np.isfinite(values.max()):
+                fixed[index] = settled(values, row)
+                if row.adapting.mirostat:
+                    changed[index] = values
+    sampled = sample(logits, fixed)
+    if not changed:
+        return sampled
+    surprises = [0.0] * len(rows)
+    for index, values in changed.items():
+        surprises[index] = surprise(values, fixed[index], sampled.token_ids[index])
+    return replace(sampled, surprises=surprises)
+
+
+def changed_row(logits: Floats, row: RowParams) -> Floats:
+    """Return a copy of one row with its edits, float32 [vocab]; what must not come is -inf."""
+    if row.edits is None:
+        values = logits.copy()
+    else:
+        with edited(logits[None].copy(), [(0, row.edits)]) as changed:
+            values = changed[0].copy()
+    ids = allowed_ids(row, len(logits))
+    return values if ids is None else only(values, ids)
+
+
+def only(values: Floats, ids: Ids) -> Floats:
+    """Return the values of some tokens; -inf for others."""
+    kept = np.full(len(values), -np.inf, np.float32)
+    kept[ids] = values[ids]
+    return kept
 
 
 def _draw_allowed(logits: Floats, rows: Sequence[RowParams]) -> tuple[Ids, set[int]]:

@@ -237,7 +237,7 @@ class Offloader:
             block = keys.block(column)
             return find(block[-1], group) is not None or self._has(block, group)
 
-        columns = scheduler.planner.columns_ahead(request)
+        columns = scheduler.planner.hits.columns_ahead(request)
         end = groups.reach(columns, has)
         held, missing = [], []
         for column in range(columns.start, end):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error", "timeout"]
@@ -95,6 +95,8 @@ class CompletionDelta:
     num_cached_tokens: int = 0  # prompt tokens whose K/V were not computed for this request
     failure: Failure | None = None  # why finish_reason is "error"
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first token of 0
+    # When the first step began, and when the first and the last token came; None: none has come.
+    times: tuple[float, float, float] | None = field(default=None, compare=False)
 
     @property
     def error(self) -> str | None:

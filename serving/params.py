@@ -26,6 +26,9 @@ MAX_SIGMA = 100.0
 MAX_DRY = 100.0  # of multiplier and base
 MAX_DRY_LENGTH = 1 << 20
 MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
+MAX_DYNATEMP = 100.0  # of range and exponent
+MAX_TAU, MAX_ETA = 100.0, 1.0
+MAX_LAST_N = 1 << 20  # tokens
 DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 SWITCHES = (
     "ignore_eos",
@@ -46,12 +49,14 @@ class SamplingParams:
     is divided by `temperature`, thinned out by `top_n_sigma`, `min_p`, `top_k`, `typical_p`,
     `top_p` and XTC, each among what the one before left, and a token drawn. Log probabilities are
     of the logits before all that, unless the engine was told otherwise
-    (`EngineConfig.logprobs_mode`). What DRY subtracts is a part of `logit_bias`.
+    (`EngineConfig.logprobs_mode`). What DRY subtracts is a part of `logit_bias`. With `mirostat` it
+    alone thins out what is divided by `temperature`.
 
     Sources: vLLM's `SamplingParams` and its V1 sampler; OpenAI's API reference (`logit_bias`,
     `presence_penalty`, `frequency_penalty`); Keskar et al., CTRL, 2019 (repetition); Nguyen et
     al., Min-p Sampling, 2024; llama.cpp's server (names and defaults of what follows); Tang et al.,
-    Top-n-sigma, 2024; Meister et al., Locally Typical Sampling, 2022; p-e-w's XTC and DRY, 2024.
+    Top-n-sigma, 2024; Meister et al., Locally Typical Sampling, 2022; p-e-w's XTC and DRY, 2024;
+    Basu et al., Mirostat, 2021.
 
     Attributes:
         temperature: 0 decodes greedily; otherwise logits are divided by it.
@@ -110,6 +115,18 @@ class SamplingParams:
         dry_penalty_last_n: how many of the last tokens, of prompt and output, repetitions are
             looked for in; -1 all, 0 none.
         dry_sequence_breakers: texts; a token with one in it ends repetitions, and is not lowered.
+        repeat_last_n: how many of the last tokens, of prompt and output, the three penalties
+            count, as llama.cpp has it; -1 all, 0 none. None: of the prompt and the output
+            `repetition_penalty` counts all, the other two all of the output.
+        dynatemp_range: with others than 0 the temperature moves from `temperature` less this, at
+            least 0, up to `temperature` and this: the further up, the less sure the model is; see
+            `onnxport.serving.adapting`.
+        dynatemp_exponent: the power of the share of the way; see there.
+        mirostat: 1 or 2 keep the surprise of tokens near `mirostat_tau`, by the first or the second
+            way of Mirostat; 0 does not. What else leaves tokens out, and `dynatemp_range`, say
+            nothing then.
+        mirostat_tau: how much tokens are to surprise, in bits.
+        mirostat_eta: which part of what is missing to that each token makes up for.
         repetition_detection: ends an output that repeats itself; None looks for nothing.
         skip_reading_prefix_cache: compute all of the prompt, whatever the prefix cache has of it;
             others may go on from what was computed.
@@ -154,6 +171,12 @@ class SamplingParams:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
+    repeat_last_n: int | None = None
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool = False
 
@@ -200,6 +223,7 @@ class SamplingParams:
         self._check_choices()
         self._check_left_out()
         self._check_repetitions()
+        self._check_adapting()
         _check_type("structured_outputs", self.structured_outputs, StructuredOutputs)
         _check_type("repetition_detection", self.repetition_detection, RepetitionDetection)
         self._check_thinking()
@@ -241,6 +265,15 @@ class SamplingParams:
         _check("xtc_probability", self.xtc_probability, 0.0, 1.0)
         _check("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
 
+    def _check_adapting(self) -> None:
+        """Check what moves from token to token."""
+        _check("dynatemp_range", self.dynatemp_range, 0.0, MAX_DYNATEMP)
+        _check("dynatemp_exponent", self.dynatemp_exponent, 0.0, MAX_DYNATEMP)
+        _check("mirostat", self.mirostat, 0, 2)
+        _check_integer("mirostat", self.mirostat, 0, 2)
+        _check("mirostat_tau", self.mirostat_tau, 0.0, MAX_TAU)
+        _check("mirostat_eta", self.mirostat_eta, 0.0, MAX_ETA)
+
     def _check_repetitions(self) -> None:
         """Check what is said of DRY."""
         _check("dry_multiplier", self.dry_multiplier, 0.0, MAX_DRY)
@@ -267,6 +300,7 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
         _check("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_integer("repeat_last_n", self.repeat_last_n, -1, MAX_LAST_N)
         try:
             biases = dict(self.logit_bias or ())
         except (TypeError, ValueError) as error:
@@ -322,7 +356,9 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0 or self.top_k == 1
+        if self.mirostat:
+            return self.temperature == 0.0
+        return self.top_k == 1 or self.temperature + self.dynatemp_range == 0.0
 
 
 @dataclass(frozen=True, slots=True)

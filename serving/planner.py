@@ -12,7 +12,8 @@ The policy:
   that holds the fewest.
 * Whatever is in the cache is not computed. What another row is computing in this step is not
   computed either: a request whose next block is on its way lets this step pass, and finds it in
-  the next one. Nothing links the two requests: if the first one is gone, the second goes on.
+  the next one. Of requests with one next block that of the highest priority computes it. Nothing
+  links the two requests: if the first one is gone, the second goes on.
 * What is left of the budget and of the blocks when everybody has got theirs may go to drafts:
   tokens that are guessed to follow those of a row that decodes. They cost nobody anything but time.
 * A waiting request starts when free blocks hold all its tokens beside what prompts that have begun
@@ -21,9 +22,10 @@ The policy:
   keeps all that come after it waiting too.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
   released, its tokens kept, and it waits to go on. Running requests of a lower priority also
-  yield to the first waiting request that may start, when that makes room for it beside what those
-  ahead of it keep. The first in rank never yields and, as `submit` accepts only what fits the whole
-  pool, always gets on.
+  yield to waiting ones that may start, in the order in which these take rows, when that makes room
+  for them beside what those ahead of them keep (`serving/room.py`). Nobody yields to one that does
+  not start in that step. The first in rank never yields and, as `submit` accepts only what fits the
+  whole pool, always gets on.
 
 What follows, for requests of one priority while nobody is preempted, with B tokens a step and R
 rows. A running request gets a token every step, and no step has more than B tokens. From when a row
@@ -36,15 +38,16 @@ row gets the next one that becomes free, after those that hold none either and b
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from onnxport.kv.pool import BlockPool
-from onnxport.kv.table import NOTHING, Found
+from onnxport.kv.table import NOTHING
 from onnxport.serving.draft import Draft, Guess, StepPlan
+from onnxport.serving.hits import Hits
+from onnxport.serving.line import in_line
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
+from onnxport.serving.room import NO_ROOM, Room, RoomMaker
 
 
 class _Lane:
@@ -81,6 +84,13 @@ class Planner:
         self._queues = queues
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._hits = Hits(pool)
+        self._rooms = RoomMaker(pool, queues, self._hits)
+
+    @property
+    def hits(self) -> Hits:
+        """What looks up which blocks of requests are cached."""
+        return self._hits
 
     def next_in_line(self) -> Iterator[Request]:
         """The waiting requests that rows are free for, more or less in the order of their start.
@@ -93,33 +103,6 @@ class Planner:
             if rows < 0:
                 break
             yield request
-
-    def hits(self, request: Request) -> Found:
-        """The cached blocks that hold the next tokens of `request`.
-
-        At least one token is left to compute: the next one is sampled from its logits.
-        """
-        keys, groups, find = request.keys, self._pool.groups, self._pool.find
-        if keys is None:
-            return NOTHING
-        columns = self.columns_ahead(request)
-        end = groups.reach(columns, lambda column, group: find(keys.key(column), group) is not None)
-        if end == columns.start:
-            return NOTHING
-        found = []
-        for group in range(len(groups)):
-            needed = groups.needed(group, columns.start, end)
-            blocks = [find(keys.key(column), group) for column in needed]
-            found.append(tuple([block for block in blocks if block is not None]))
-        return Found(end - columns.start, tuple(found))
-
-    def columns_ahead(self, request: Request) -> range:
-        """The columns of a request that it would go on from if they were cached."""
-        block_size = self._pool.block_size
-        start, partial = divmod(request.num_computed_tokens, block_size)
-        if request.keys is None or partial or request.params.skip_reading_prefix_cache:
-            return range(start, start)
-        return range(start, min(len(request.keys), (len(request.tokens) - 1) // block_size))
 
     def plan(
         self,
@@ -140,11 +123,7 @@ class Planner:
                 known which do and what is left for them; None: nobody.
         """
         budget = budget_tokens or self._max_num_batched_tokens
-        draft = self._make_room(loading, budget) if only is None else self._draft(budget)
-        self._fill(draft, only, loading)
-        if draft.yielding and not draft.requests:  # another one's turn was before, and has no room
-            draft = self._draft(budget)
-            self._fill(draft, only, loading)
+        draft = self._choose(budget, only, loading)
         if guess is not None and draft.num_decodes and draft.budget:
             drafts = guess(draft.requests[: draft.num_decodes], draft.budget)
             for row in range(draft.num_decodes):
@@ -154,72 +133,40 @@ class Planner:
         assert not stuck, "unfinished requests, and none can go on"
         return draft.freeze()
 
+    def _choose(
+        self, budget: int, only: Collection[Request] | None, loading: Collection[Request]
+    ) -> Draft:
+        """Plan what is to be computed, and who yields for it, without drafts."""
+        if only is not None:
+            return self._fill(budget, NO_ROOM, only, loading)
+        room = self._rooms.room(self._draft(budget), loading)
+        draft = self._fill(budget, room, None, loading)
+        while room.yielding and not draft.starting.issuperset(room.starting):
+            # Something else keeps some of them from it, as few tokens: nobody yields in vain.
+            most = sum(request in draft.starting for request in room.starting)
+            room = self._rooms.room(self._draft(budget), loading, most) if most else NO_ROOM
+            draft = self._fill(budget, room, None, loading)
+        return draft
+
     def _fill(
-        self, draft: Draft, only: Collection[Request] | None, loading: Collection[Request]
-    ) -> None:
-        """Plan what is to be computed, without drafts."""
+        self,
+        budget: int,
+        room: Room,
+        only: Collection[Request] | None,
+        loading: Collection[Request],
+    ) -> Draft:
+        """Plan what is to be computed once some have yielded."""
+        draft = self._draft(budget)
+        for request in room.yielding:
+            draft.preempt(request)
         prefills = self._plan_decodes(draft, only)
         if prefills or self._queues.waiting:
             self._plan_prompts(draft, prefills, only, loading)
+        return draft
 
     def _draft(self, budget: int) -> Draft:
         rows = self._max_num_seqs - self._queues.num_rows
         return Draft(self._pool, budget, rows)
-
-    def _make_room(self, loading: Collection[Request], budget: int) -> Draft:
-        """Begin a plan: lower priorities yield to the first waiting request if that lets it start.
-
-        The first is the first that may start now. They yield for as little as possible, and not at
-        all if it does not help, as where others whose turn may come before keep their room
-        meanwhile.
-        """
-        draft = self._draft(budget)
-        first = self._first_to_start(loading)
-        if first is None:
-            return draft
-        shared = self.hits(first)
-        needed = draft.pending(first, shared)
-        running = self._queues.running
-        claimed = sum(self._claim(draft, one) + self._takes(one) for one in running)
-        others = [one for one in loading if self._may_precede(one, first)]
-        claimed += sum(draft.pending(one) for one in others)
-        rows = first.num_rows + sum(one.num_rows for one in others)
-        for victim in reversed(running):
-            room = draft.free - draft.num_taken(shared) - claimed
-            if draft.rows >= rows and room >= needed:
-                return draft
-            if victim.rank[0] <= first.rank[0]:
-                return self._draft(budget)
-            draft.preempt(victim)
-            claimed -= self._claim(draft, victim) + self._takes(victim)
-        room = draft.free - draft.num_taken(shared) - claimed
-        return draft if draft.rows >= rows and room >= needed else self._draft(budget)
-
-    def _first_to_start(self, loading: Collection[Request]) -> Request | None:
-        """The first waiting request that may start, if any running one has a lower priority."""
-        running, waiting = self._queues.running, self._queues.waiting
-        if not running or not waiting or running[-1].rank[0] <= waiting.levels[0]:
-            return None
-        first = waiting.first(self._queues.bars, loading)
-        return first if first is not None and running[-1].rank[0] > first.rank[0] else None
-
-    def _may_precede(self, loading: Request, first: Request) -> bool:
-        """Whether a request that keeps its room may take it ahead of the first that may start."""
-        if loading.rank[0] == first.rank[0] and loading.tenant != first.tenant:
-            return True
-        place = self._queues.waiting.place
-        return place(loading) < place(first)
-
-    def _claim(self, draft: Draft, request: Request) -> int:
-        """How many blocks a running prompt has still to take; 0 for one that decodes."""
-        decodes = len(request.tokens) - request.num_computed_tokens <= 1
-        return 0 if decodes else draft.pending(request)
-
-    def _takes(self, request: Request) -> int:
-        """How many blocks a running request takes now if it decodes: a column if its are full."""
-        decodes = len(request.tokens) - request.num_computed_tokens == 1
-        is_full = request.num_computed_tokens == len(request.table) * self._pool.block_size
-        return len(self._pool.groups) if decodes and is_full else 0
 
     def _plan_decodes(self, draft: Draft, only: Collection[Request] | None) -> list[Request]:
         """Plan the running requests that need one token; returns the others.
@@ -231,14 +178,13 @@ class Planner:
         prefills: list[Request] = []
         last_first = reversed(self._queues.running)
         for request in self._queues.running:
-            num_past = request.num_computed_tokens
-            if len(request.tokens) - num_past > 1:
+            if not request.decodes:
                 prefills.append(request)
                 continue
             if only is not None and request not in only:
                 continue
             blocks = request.table.blocks
-            missing = int(num_past == len(blocks) * block_size)
+            missing = int(request.num_computed_tokens == len(blocks) * block_size)
             copies = request.forked and not missing and draft.must_copy(blocks[-1])
             while (missing + copies) * column > draft.free and request not in draft.yielding:
                 draft.closed = True
@@ -259,17 +205,16 @@ class Planner:
         loading: Collection[Request],
     ) -> None:
         """Share what is left of the budget between running prompts and waiting ones."""
-        draft.claimed = sum(self._claim(draft, request) for request in prefills)
+        draft.claimed = sum(draft.claim(request) for request in prefills)
         if only is not None:
             prefills = [request for request in prefills if request in only]
-        for request in prefills:
-            self._look_up(draft, request)
         starting = len(self._queues.waiting) > 0 and not draft.closed and draft.rows > 0
         levels = {request.rank[0] for request in prefills}
         for level in sorted(levels.union(self._queues.waiting.levels if starting else ())):
             lanes: dict[str, _Lane] = {}
             for request in prefills:
                 if request.rank[0] == level:
+                    self._hits.look_up(draft, request)
                     num_cached = len(draft.found[request]) * self._pool.block_size
                     lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
             if starting and draft.budget:
@@ -296,8 +241,12 @@ class Planner:
         Those that the budget cannot reach are left out; they are as good as chosen, for the next
         step begins with the same ones.
         """
-        for request in self._in_line(level, lanes, draft):
-            if draft.closed:
+
+        def is_busy(tenant: str) -> bool:
+            return tenant in lanes and lanes[tenant].pending >= draft.budget
+
+        for request in in_line(self._queues, level, is_busy):
+            if draft.closed or not draft.rows:
                 break
             if only is not None and request not in only:
                 continue
@@ -306,7 +255,7 @@ class Planner:
                 break
             if request in loading:
                 draft.claimed += draft.pending(request)  # what is loaded is free until it starts
-            if request in loading or not self._look_up(draft, request):
+            if request in loading or not self._hits.look_up(draft, request):
                 draft.rows -= request.num_rows  # the next steps keep them for it
                 continue
             shared = draft.found[request]
@@ -317,44 +266,9 @@ class Planner:
             draft.take(shared)
             draft.claimed += needed
             draft.rows -= request.num_rows
+            draft.starting.add(request)
             num_cached = len(shared) * self._pool.block_size
             lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
-
-    def _in_line(self, level: int, lanes: Mapping[str, _Lane], draft: Draft) -> Iterator[Request]:
-        """The waiting requests of one priority in the order in which they may take rows.
-
-        A free row goes to the tenant that holds the fewest; of equals, to the one that has not
-        been given one for longest, then by arrival. So nobody keeps all rows for long.
-        """
-        waiting = self._queues.waiting.lanes(level)
-        held: Counter[str] = Counter()
-        if len(waiting) > 1:
-            for request in self._queues.running:
-                held[request.tenant] += request.num_rows
-        requests = {tenant: lane.startable(self._queues.bars) for tenant, lane in waiting.items()}
-        line = [
-            (held[tenant], self._queues.last_start.get(tenant, 0), lane.first().rank, tenant)
-            for tenant, lane in waiting.items()
-        ]
-        heapq.heapify(line)
-        while line and draft.rows:
-            rows, last_start, rank, tenant = heapq.heappop(line)
-            computing = lanes.get(tenant)
-            if computing is not None and computing.pending >= draft.budget:
-                continue
-            first = next(requests[tenant], None)
-            if first is not None:
-                heapq.heappush(line, (rows + first.num_rows, last_start, rank, tenant))
-                yield first
-
-    def _look_up(self, draft: Draft, request: Request) -> bool:
-        """Find what is cached of a prompt; False if another row computes its next block already."""
-        shared = self.hits(request)
-        draft.found[request] = shared
-        key = self._key_at(
-            request, request.num_computed_tokens + len(shared) * self._pool.block_size
-        )
-        return key is None or draft.leading.setdefault(key, request) is request
 
     def _advance(self, draft: Draft, lane: _Lane, allowance: int) -> int:
         """Give up to `allowance` tokens to the first prompt that can go on; 0: there is none."""
@@ -375,7 +289,7 @@ class Planner:
         block_size, groups = self._pool.block_size, self._pool.groups
         num_past = request.num_computed_tokens + len(shared) * block_size
         if request.running:
-            key = self._key_at(request, num_past)
+            key = self._hits.key_at(request, num_past)
             if key is not None and draft.leading[key] is not request:
                 return None
             is_full = num_past == (len(request.table) + len(shared)) * block_size
@@ -390,14 +304,3 @@ class Planner:
         elif len(groups) > draft.free:  # for this step others have taken more than they keep
             return None
         return draft.open(request, num_past, shared)
-
-    def _key_at(self, request: Request, num_past: int) -> bytes | None:
-        """The key of the block that token number `num_past` goes to, if it is going to be full.
-
-        None of a request that would not read it either: it has no reason to wait for it.
-        """
-        if request.params.skip_reading_prefix_cache:
-            return None
-        index = num_past // self._pool.block_size
-        keys = request.keys
-        return keys.key(index) if keys is not None and index < len(keys) else None

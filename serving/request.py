@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapting import Mirostat
 from onnxport.serving.config import LogprobsMode
 from onnxport.serving.drawing import (
     NOTHING_LEFT_OUT,
+    Adapting,
     RowParams,
     Thinning,
     exact_allowed,
@@ -66,6 +68,7 @@ class Request:
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
         likeliest: whether its tokens are the likeliest that its grammar allows, or of all without
             one, of unchanged logits, and nothing else is asked.
+        mirostat: how much its next token may surprise; None: as much as it likes.
         exact_logits: see `drawing.exact_logits`; the prompt's log probabilities are not counted.
         exact_allowed: see `drawing.exact_allowed`, likewise; 0 where it may get any token.
         per_unit: see `RowParams.per_unit`.
@@ -97,6 +100,7 @@ class Request:
         "likeliest",
         "logprobs_mode",
         "max_total_tokens",
+        "mirostat",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -149,14 +153,10 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.options = options or RequestOptions()
-        self.row = RowParams(
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            num_logprobs=params.num_logprobs,
-            min_p=params.min_p,
-            thinning=_thinning(params),
-        )
+        self.row = _row(params)
+        self.mirostat: Mirostat | None = None
+        if params.mirostat and not params.greedy:
+            self.mirostat = Mirostat(params)
         self.likeliest = params.greedy and params.num_logprobs is None and rules is None
         self.plain = self.likeliest and grammar is None
         lowered: int | None = 0
@@ -212,6 +212,11 @@ class Request:
         return 1 + len(self.siblings)
 
     @property
+    def decodes(self) -> bool:
+        """Whether a single token is to compute: the last one, of a request that runs."""
+        return len(self.tokens) - self.num_computed_tokens == 1
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.tokens) - self.num_prompt_tokens
@@ -243,6 +248,27 @@ class Request:
             times.last_token_s,
             times.finished_s,
         )
+
+
+def _row(params: SamplingParams) -> RowParams:
+    """Return how all tokens of a request are drawn."""
+    if params.mirostat:
+        adapting = None if params.greedy else Adapting(mirostat=params.mirostat)
+        row = RowParams(params.temperature, num_logprobs=params.num_logprobs)
+        return row._replace(adapting=adapting)
+    row = RowParams(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        num_logprobs=params.num_logprobs,
+        min_p=params.min_p,
+        thinning=_thinning(params),
+    )
+    reach = params.dynatemp_range
+    if reach == 0.0 or params.greedy:
+        return row
+    adapting = Adapting(max(0.0, params.temperature - reach), params.dynatemp_exponent)
+    return row._replace(temperature=params.temperature + reach, adapting=adapting)
 
 
 def _thinning(params: SamplingParams) -> Thinning | None:

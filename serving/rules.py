@@ -28,6 +28,7 @@ from onnxport.serving.edits import (
     address_of,
 )
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.recent import RecentCounts
 from onnxport.serving.thought_budget import OneToken, SequenceBudget, ThoughtBudget
 
 Encode = Callable[[Sequence[str]], list[list[int]]]  # several texts at once
@@ -54,6 +55,8 @@ class LogitRules:
         frequency: 0 is no penalty.
         budget: of thinking; None: there is none.
         dry: of repetitions; None: they are as good as anything.
+        last_n: how many of the last tokens, of prompt and output, the penalties count; -1 all, 0
+            none. None: see `SamplingParams.repeat_last_n`.
     """
 
     bias_ids: Ids
@@ -69,10 +72,13 @@ class LogitRules:
     frequency: float
     budget: ThoughtBudget | None = None
     dry: Dry | None = None
+    last_n: int | None = None
 
     @property
     def penalizes(self) -> bool:
         """Whether tokens have to be counted."""
+        if self.last_n == 0:
+            return False
         return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
 
     def most_lowered(self, num_prompt: int, num_output: int) -> int | None:
@@ -89,9 +95,18 @@ class LogitRules:
             return None
         ends = (word[-1] for words in self.bad_words.values() for word in words)
         named = {*self.bias_ids.tolist(), *self.banned.tolist(), *self.early.tolist(), *ends}
-        counts_prompt = self.repetition != 1.0 or self.dry is not None
-        counted = num_output if self.penalizes or self.dry is not None else 0
-        return len(named) + counted + (num_prompt if counts_prompt else 0)
+        return len(named) + self._most_counted(num_prompt, num_output)
+
+    def _most_counted(self, num_prompt: int, num_output: int) -> int:
+        """Return how many tokens of prompt and output may be made less likely, at most."""
+        everything = num_prompt + num_output
+        if self.dry is not None:
+            return everything
+        if not self.penalizes:
+            return 0
+        if self.last_n is not None:
+            return everything if self.last_n < 0 else min(self.last_n, everything)
+        return everything if self.repetition != 1.0 else num_output
 
 
 class SequenceRules:
@@ -112,7 +127,8 @@ class SequenceRules:
         """Take the rules of a sequence that begins with a prompt of so many tokens."""
         self._rules = rules
         self._num_prompt = num_prompt_tokens
-        self._counts: TokenCounts | None = None  # made when it is needed, by the engine's thread
+        # Made when it is needed, by the engine's thread.
+        self._counts: TokenCounts | RecentCounts | None = None
         allowed_at = 0 if rules.allowed is None else address_of(rules.allowed)
         self._at = (address_of(rules.bias_ids), address_of(rules.bias), allowed_at)
         self._banned = _Banned(rules.banned, address_of(rules.banned))
@@ -136,8 +152,7 @@ class SequenceRules:
         seen, counts, seen_at, counts_at = NO_IDS, NO_VALUES, 0, 0
         if rules.penalizes:
             if self._counts is None:
-                first = 0 if rules.repetition != 1.0 else self._num_prompt
-                self._counts = TokenCounts(tokens[first : self._num_prompt], self._num_prompt)
+                self._counts = self._new_counts(tokens)
             seen, counts = self._counts.read(tokens)
             seen_at, counts_at = self._counts.addresses
             if assumed:
@@ -163,6 +178,14 @@ class SequenceRules:
             rules.allowed,
             addresses,
         )
+
+    def _new_counts(self, tokens: array[int]) -> TokenCounts | RecentCounts:
+        """Return what counts tokens, with none of them read but the prompt."""
+        rules = self._rules
+        if rules.last_n is not None:
+            return RecentCounts(rules.last_n)
+        first = 0 if rules.repetition != 1.0 else self._num_prompt
+        return TokenCounts(tokens[first : self._num_prompt], self._num_prompt)
 
     def _only(self, forced: OneToken, tokens: array[int], assumed: Sequence[int]) -> RowEdits:
         """Return what leaves one token alone: whatever its logit is, unless it is banned."""
@@ -290,6 +313,7 @@ def logit_rules(
         params.frequency_penalty,
         budget,
         dry,
+        params.repeat_last_n,
     )
     _check_choice(rules)
     if budget is not None:

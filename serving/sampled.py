@@ -33,3 +33,5 @@ class Sampled:
     logprobs: list[RowLogprobs | None] | None  # one a row; None when no row asked
     invalid: tuple[int, ...]  # rows with NaN or no finite maximum, as changed, or as given where
     # logprobs are asked for; their token is void, and they have no logprobs
+    surprises: list[float] | None = None  # one a row: of the token among those that were left, in
+    # bits; 0 without Mirostat. None where no row has it

@@ -2,8 +2,9 @@
 
 Rows are independent of each other: what a row yields depends on its logits, its parameters and
 its own random number, never on what else is in the batch. The random number is a hash of the
-request's seed and the position, so nothing has to be kept between steps, and a request that is
-preempted, or moved to another row, goes on as if nothing had happened.
+request's seed and the position, so nothing has to be kept between steps, but for what Mirostat
+allows next (`adapting.Mirostat`), and a request that is preempted, or moved to another row, goes on
+as if nothing had happened.
 
 Native code does it, on as many threads as the caller says; NumPy where that was not built.
 """

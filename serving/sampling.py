@@ -57,6 +57,7 @@ class Drawn(NamedTuple):
     token_ids: tuple[int, ...]  # the accepted ones of its draft, and the one after them
     logprobs: tuple[RowLogprobs, ...] | None = None  # one a token; None: not asked for
     failure: Failure | None = None  # why there is no token after `token_ids`
+    surprise: float | None = None  # of its one token, for Mirostat; None: it has none
 
 
 class Position(NamedTuple):
@@ -78,10 +79,15 @@ def row_params(position: Position) -> RowParams:
     row, tokens, rules = request.row, request.tokens, request.rules
     number = 0.0 if row.greedy else uniform(request.seed, len(tokens) + len(assumed))
     edits = None if rules is None else rules.edits(tokens, assumed)
-    temperature, top_k, top_p, _, num_logprobs, min_p, _, _, thinning = row
+    temperature, top_k, top_p, _, num_logprobs, min_p, _, _, thinning, adapting = row
     if thinning is not None and request.params.xtc_probability > 0.0:
         thinning = _with_chance(thinning, request, len(tokens) + len(assumed))
-    return RowParams(temperature, top_k, top_p, number, num_logprobs, min_p, edits, mask, thinning)
+    if request.mirostat is not None:
+        assert not assumed  # nobody guesses ahead: what a guess would change is not known
+        assert adapting is not None
+        adapting = adapting._replace(mu=request.mirostat.mu)
+    choice = (temperature, top_k, top_p, number, num_logprobs, min_p)
+    return RowParams(*choice, edits, mask, thinning, adapting)
 
 
 def _with_chance(thinning: Thinning, request: Request, position: int) -> Thinning | None:
@@ -189,7 +195,11 @@ def _accept(
         entries = None
         if sampled.logprobs is not None and request.row.num_logprobs is not None:
             entries = tuple(one for one in sampled.logprobs[first:stop] if one is not None)
-        drawn.append(Drawn(request, tuple(tokens[first:stop]), entries, failed.get(last)))
+        surprise = None
+        if request.mirostat is not None and sampled.surprises is not None and last not in failed:
+            surprise = sampled.surprises[first]
+        own = tuple(tokens[first:stop])
+        drawn.append(Drawn(request, own, entries, failed.get(last), surprise))
         first += len(draft) + 1
     return drawn
 
@@ -301,6 +311,7 @@ def _sample_one_by_one(
     """Draw each token by itself, so that the one that cannot be drawn fails alone."""
     tokens: list[int] = []
     logprobs: list[RowLogprobs | None] = []
+    surprises: list[float] = []
     failed: dict[int, Failure] = {}
     for index, position in enumerate(positions):
         row = logits[index : index + 1]
@@ -313,7 +324,8 @@ def _sample_one_by_one(
             failed[index] = _failures([position], row, one)[0]
         tokens += one.token_ids
         logprobs += one.logprobs or [None]
-    return Sampled(tokens, logprobs, tuple(failed)), failed
+        surprises += one.surprises or [0.0]
+    return Sampled(tokens, logprobs, tuple(failed), surprises), failed
 
 
 def score_prompts(

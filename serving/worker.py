@@ -119,9 +119,20 @@ class AsyncEngine:
         return config.max_queued_requests
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once."""
+        return self._engine.config.max_num_seqs
+
+    @property
     def max_logprobs(self) -> int | None:
         """Most likeliest tokens that a position may tell; None: there is no limit."""
         return self._engine.config.max_logprobs
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, those among them that came while a step runs."""
+        with self._wakeup:
+            return len(self._streams)
 
     def stats(self) -> EngineStats:
         """Return the engine's counters as they were after the last step."""

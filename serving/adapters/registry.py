@@ -10,16 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from onnxport.errors import (
-    AdapterError,
-    CapacityError,
-    DeviceLostError,
-    ProviderError,
-    UnknownAdapterError,
-)
-from onnxport.graphs.lora import LoraAdapter
+from onnxport.errors import AdapterError, CapacityError, UnknownAdapterError
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import Model
+from onnxport.serving.adapters.model_slots import Entry, ModelSlots
 
 if TYPE_CHECKING:
     from onnxport.serving.adapters.peft import AdapterContent
@@ -41,24 +35,13 @@ class Adapter:
     base_model: str | None  # what it says it was trained on
 
 
-@dataclass(slots=True)
-class _Entry:
-    """An adapter in host memory, which requests find unless it is `hidden`."""
-
-    adapter: Adapter
-    weights: LoraAdapter  # kept, for it may lose its slot, or another model take over
-    slot: int | None = None  # of the model, from 1
-    num_requests: int = 0  # unfinished ones
-    hidden: bool = False
-    last_used: int = 0  # when a request came or ended, or it got its slot; larger is later
-
-
 class AdapterRegistry:
     """Keeps adapters in host memory, by name, and puts as many as fit in the slots of a model.
 
     An adapter that is unloaded, or replaced, is hidden at once, and forgotten when the last
     request that uses it has ended. Until then its weights are kept; its slot only while requests
-    that use it run. Which of several gets a slot is decided by `serving/adapters/slots.py`.
+    that use it run. Which of several gets a slot is decided by `serving/adapters/slots.py`; what is
+    in them is known by `serving/adapters/model_slots.py`.
 
     `loaded`, `find` and `read` are for any thread; all else belongs to the engine's, between steps.
     """
@@ -83,16 +66,13 @@ class AdapterRegistry:
                 f"{most} slots for adapters (max_adapters, --max-loras); every adapter in a slot "
                 "is in host memory too: raise the first, or lower the second"
             )
-        self._model = model
         self._base = base
-        self._max_host_adapters = max_host_adapters
-        self._entries: dict[int, _Entry] = {}  # by number
-        self._slots: dict[int, _Entry] = {}  # those that have one, by slot
+        self._most = max(max_host_adapters or 0, most)  # that are loaded
+        self._entries: dict[int, Entry] = {}  # by number
+        self._slots = ModelSlots(model)
         self._loaded: Mapping[str, Adapter] = MappingProxyType({})  # replaced as a whole
         self._numbers = count(1)
         self._uses = count(1)
-        self._num_wanted = 0  # adapters of unfinished requests that have no slot
-        self.num_swaps = 0  # slots that one adapter has lost to another
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
@@ -116,7 +96,17 @@ class AdapterRegistry:
     @property
     def wants_slots(self) -> bool:
         """Whether an unfinished request uses an adapter that has no slot."""
-        return self._num_wanted > 0
+        return self._slots.num_wanted > 0
+
+    @property
+    def num_swaps(self) -> int:
+        """Slots that one adapter has lost to another."""
+        return self._slots.num_swaps
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a slot holds no adapter."""
+        return self._slots.unused() is not None
 
     def slot_of(self, adapter: Adapter | None) -> int:
         """Return the slot that the rows of a running request name; 0: it has no adapter."""
@@ -177,20 +167,20 @@ class AdapterRegistry:
         self._check_rank(content)
         slot = self._slot_for(previous)
         if slot is not None:
-            self._fill(slot, content.adapter)
+            self._slots.fill(slot, content.adapter)
         adapter = Adapter(
             *(name, next(self._numbers), content.fingerprint, content.adapter.rank),
             *(content.path, content.base_model),
         )
-        entry = _Entry(adapter, content.adapter, last_used=next(self._uses))
+        entry = Entry(adapter, content.adapter, last_used=next(self._uses))
         if previous is not None:
             replaced = self._entries[previous.number]
             if slot is not None and replaced.slot == slot:  # what was there is overwritten
-                self._vacate(replaced)
+                self._slots.vacate(replaced)
             self._hide(previous)
         self._entries[adapter.number] = entry
         if slot is not None:
-            self._occupy(slot, entry)
+            self._slots.occupy(slot, entry)
         self._loaded = MappingProxyType({**self._loaded, name: adapter})
         logger.info(
             "loaded the adapter %s, rank %d, from %s into %s; it was trained on %s",
@@ -217,23 +207,19 @@ class AdapterRegistry:
         """A request uses an adapter that was found, until `release`."""
         entry = self._entries[adapter.number]
         assert not entry.hidden
-        entry.num_requests += 1
         entry.last_used = next(self._uses)
-        self._num_wanted += entry.num_requests == 1 and entry.slot is None
+        self._slots.begin_use(entry)
 
     def release(self, adapter: Adapter) -> None:
         """A request that held an adapter has ended."""
         entry = self._entries[adapter.number]
-        assert entry.num_requests > 0
-        entry.num_requests -= 1
         entry.last_used = next(self._uses)
-        self._num_wanted -= not entry.num_requests and entry.slot is None
+        self._slots.end_use(entry)
         self._tidy(entry)
 
     def by_last_use(self) -> list[int]:
         """The numbers of the adapters in slots, the one that is unused for the longest first."""
-        entries = sorted(self._slots.values(), key=lambda entry: entry.last_used)
-        return [entry.adapter.number for entry in entries]
+        return [entry.adapter.number for entry in self._slots.by_last_use()]
 
     def has_slot(self, number: int) -> bool:
         """Whether the adapter of that number has a slot."""
@@ -253,45 +239,19 @@ class AdapterRegistry:
             AdapterError, CapacityError, DeviceLostError, ProviderError: it could not be written;
                 what was there is there again, or if that fails too the slot is free.
         """
-        slot, loser = self._unused_slot(), None
-        if slot is None:
-            victims = [one for one in self.by_last_use() if one not in kept]
-            if not victims:
-                return False
-            loser = self._entries[victims[0]]
-            slot = loser.slot
-            assert slot is not None
         entry = self._entries[number]
-        self._fill(slot, entry.weights)
-        if loser is not None:
-            self._vacate(loser)
-            self.num_swaps += 1
+        if not self._slots.put(entry, kept):
+            return False
         entry.last_used = next(self._uses)
-        self._occupy(slot, entry)
         return True
 
     def move_to(self, model: Model) -> None:
-        """Put everything in the slots of another model, which takes over.
+        """Put adapters in the slots of another model, which takes over; see `ModelSlots.move_to`.
 
-        Raises:
-            CapacityError: it has too few slots, they are too small, or memory is short.
-            ProviderError: the device fails.
+        As many may be loaded as before, or more if it has more slots.
         """
-        limits = model.capabilities
-        highest = max(self._slots, default=0)
-        if self._entries and not limits.max_adapters:
-            raise CapacityError(
-                f"{len(self._entries)} adapters are loaded, and {limits.provider} was loaded "
-                "without slots for any"
-            )
-        if highest > limits.max_adapters:
-            raise CapacityError(
-                f"slot {highest} holds an adapter, and {limits.provider} was loaded with "
-                f"{limits.max_adapters} slots"
-            )
-        for slot, entry in self._slots.items():
-            model.set_adapter(slot, entry.weights)
-        self._model = model
+        self._slots.move_to(model, len(self._entries))
+        self._most = max(self._most, model.capabilities.max_adapters)
 
     def check(self) -> None:
         """Assert the invariants (for tests)."""
@@ -305,20 +265,10 @@ class AdapterRegistry:
         for number, entry in self._entries.items():
             assert entry.adapter.number == number
             assert entry.num_requests > 0 or not entry.hidden
-            assert entry.slot is None or self._slots[entry.slot] is entry
-        for slot, entry in self._slots.items():
-            assert entry.slot == slot
-            assert self._entries[entry.adapter.number] is entry
-        wanted = [one for one in self._entries.values() if one.num_requests and one.slot is None]
-        assert self._num_wanted == len(wanted)
-
-    @property
-    def _most(self) -> int:
-        """Most adapters that are loaded."""
-        return max(self._max_host_adapters or 0, self._model.capabilities.max_adapters)
+        self._slots.check(self._entries.values())
 
     def _check_rank(self, content: AdapterContent) -> None:
-        limits = self._model.capabilities
+        limits = self._slots.limits
         if not limits.max_adapters:
             raise CapacityError(
                 f"{limits.provider} was loaded without slots for adapters; load it with "
@@ -336,7 +286,7 @@ class AdapterRegistry:
         idle = previous is not None and not self._entries[previous.number].num_requests
         if len(self._entries) >= self._most and not idle:
             raise CapacityError(self._full())
-        slot = self._unused_slot()
+        slot = self._slots.unused()
         if slot is None and previous is not None and idle:
             slot = self._entries[previous.number].slot
         return slot
@@ -347,7 +297,7 @@ class AdapterRegistry:
             f"{entry.adapter.name!r}{' (unloaded, in use)' if entry.hidden else ''}"
             for entry in self._entries.values()
         )
-        slots = self._model.capabilities.max_adapters
+        slots = self._slots.limits.max_adapters
         places = f"all {slots} slots for adapters are"
         if self._most > slots:
             places = f"all {self._most} places for adapters in host memory are"
@@ -356,59 +306,14 @@ class AdapterRegistry:
             "unloaded, or raise max_host_adapters (--max-cpu-loras) or max_adapters (--max-loras)"
         )
 
-    def _unused_slot(self) -> int | None:
-        for slot in range(1, self._model.capabilities.max_adapters + 1):
-            if slot not in self._slots:
-                return slot
-        return None
-
-    def _occupy(self, slot: int, entry: _Entry) -> None:
-        entry.slot = slot
-        self._slots[slot] = entry
-        self._num_wanted -= entry.num_requests > 0
-
-    def _vacate(self, entry: _Entry) -> None:
-        """Take its slot from an adapter; what is in the slot is about to be overwritten."""
-        assert entry.slot is not None
-        del self._slots[entry.slot]
-        entry.slot = None
-        self._num_wanted += entry.num_requests > 0
-
-    def _fill(self, slot: int, weights: LoraAdapter) -> None:
-        """Write a slot; if that fails, what was there is there again, or the slot is free."""
-        try:
-            self._model.set_adapter(slot, weights)
-        except DeviceLostError:  # the next model gets what was there before
-            raise
-        except BaseException:
-            self._restore(slot)
-            raise
-
-    def _restore(self, slot: int) -> None:
-        """Undo a `set_adapter` that failed."""
-        held = self._slots.get(slot)
-        try:
-            self._model.set_adapter(slot, held.weights if held else None)
-        except (AdapterError, CapacityError, ProviderError) as error:
-            logger.error("slot %d for adapters could not be restored: %s", slot, error)
-            if held is not None:  # rather no slot than one with weights that nobody knows
-                self._vacate(held)
-
     def _hide(self, adapter: Adapter) -> None:
         entry = self._entries[adapter.number]
         entry.hidden = True
         self._tidy(entry)
 
-    def _tidy(self, entry: _Entry) -> None:
+    def _tidy(self, entry: Entry) -> None:
         """Forget an adapter that nobody needs any more, and empty its slot."""
         if not entry.hidden or entry.num_requests:
             return
         del self._entries[entry.adapter.number]
-        if entry.slot is None:
-            return
-        slot = entry.slot
-        self._vacate(entry)
-        try:
-            self._model.set_adapter(slot, None)
-        except (ProviderError, CapacityError) as error:  # it is overwritten before it is used
-            logger.warning("slot %d could not be emptied: %s", slot, error)
+        self._slots.empty(entry)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection
+from typing import Final
 
 from onnxport.errors import AdapterError, CapacityError, DeviceLostError, ProviderError
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.request import Request
 from onnxport.serving.waiting import NO_BARS, Bars, Place, WaitingQueue
+
+MOST_PAUSED: Final = 64  # steps
 
 Failed = tuple[Request, AdapterError | CapacityError | ProviderError]
 
@@ -26,6 +29,10 @@ class SlotTurns:
     the first request may start. The line is that of `WaitingQueue.place`, whoever's turn it is.
     What is done for a step does not grow with it: of each adapter one request is looked at.
 
+    A device that could not write a slot is not asked again in that step, whoever else waits, nor in
+    the next ones while others run: one at first, and twice as many after each failure that follows,
+    up to MOST_PAUSED. Until then those without a slot wait as if none were free.
+
     Attributes:
         first: the request that keeps its room until it has a slot; None: there is none.
         bars: which waiting requests may not start, nor keep room for themselves.
@@ -35,6 +42,8 @@ class SlotTurns:
         self._adapters = adapters
         # Numbers of the adapters of which one is to lose its slot, those drained first first.
         self._draining: list[int] = []
+        self._num_failures = 0  # of the device to write a slot, since it last did
+        self._num_paused = 0  # steps in which it is not asked
         self.first: Request | None = None
         self.bars: Bars = NO_BARS
 
@@ -47,8 +56,8 @@ class SlotTurns:
 
         Returns:
             Requests whose adapter could not be written to a slot, each with the reason: all that
-            wait for an adapter whose numbers a slot cannot hold, else the one that it was tried
-            for. They have to end before the next step is planned.
+            wait for an adapter whose numbers a slot cannot hold, and the one for which the device
+            failed. They have to end before the next step is planned.
 
         Raises:
             DeviceLostError: the device is gone. Who waits is as it was, until the next call.
@@ -59,19 +68,23 @@ class SlotTurns:
         heads = [(waiting.place(one := next(line)), number, one) for number, line in lines.items()]
         heapq.heapify(heads)
         failed: list[Failed] = []
+        may_write = self._may_write(running)
         while heads:
             place, number, request = heads[0]
             try:
-                if not self._adapters.has_slot(number) and not self._adapters.put(number, kept):
+                if not self._has_slot(number, kept, may_write=may_write):
                     self._drain_for(request, place, lines, ahead)
                     return failed
             except DeviceLostError:
+                self._num_failures = self._num_paused = 0  # the next one may do better
                 raise
             except AdapterError as error:  # it cannot be written for any of them
                 failed += [(one, error) for one in (request, *lines[number])]
                 heapq.heappop(heads)
                 continue
             except (CapacityError, ProviderError) as error:
+                self._note_failure()
+                may_write = False
                 failed.append((request, error))
                 if (following := next(lines[number], None)) is None:
                     heapq.heappop(heads)
@@ -88,6 +101,26 @@ class SlotTurns:
         """Every adapter that is wanted has a slot."""
         self.first, self._draining, self.bars = None, [], NO_BARS
 
+    def _may_write(self, running: Collection[Request]) -> bool:
+        """Whether the device is asked in this step: not yet if it failed and others go on."""
+        if not self._num_paused or not running:
+            return True
+        self._num_paused -= 1
+        return False
+
+    def _has_slot(self, number: int, kept: Collection[int], *, may_write: bool) -> bool:
+        """Whether an adapter has a slot, or gets one now; raises as `AdapterRegistry.put`."""
+        if self._adapters.has_slot(number):
+            return True
+        if not may_write or not self._adapters.put(number, kept):
+            return False
+        self._num_failures = 0
+        return True
+
+    def _note_failure(self) -> None:
+        self._num_paused = min(MOST_PAUSED, 1 << self._num_failures)
+        self._num_failures += self._num_paused < MOST_PAUSED
+
     def _drain_for(
         self, request: Request, place: Place, wanted: Collection[int], ahead: Collection[int]
     ) -> None:
@@ -97,14 +130,14 @@ class SlotTurns:
         drained are such, one that they do not use is drained, too.
 
         Args:
-            request: the first in line without a slot.
+            request: the first in line without a slot; one may be free that cannot be written yet.
             place: where it stands.
             wanted: numbers of the adapters that waiting requests use.
             ahead: numbers of those of them that requests further ahead use.
         """
         adapters = self._adapters
         draining = [one for one in self._draining if adapters.has_slot(one)]
-        if all(one in ahead for one in draining):
+        if not adapters.has_free_slot and all(one in ahead for one in draining):
             slots = adapters.by_last_use()
             unused = next((one for one in slots if one not in ahead), None)
             if unused is not None:
@@ -116,7 +149,8 @@ class SlotTurns:
         }
         bars.update(dict.fromkeys(draining, place))  # who is ahead may start
         first = None
-        if any(one not in ahead for one in draining):  # else those must find room to start
+        if not draining or any(one not in ahead for one in draining):
+            # Else those ahead must find room to start.
             first = request
             assert request.adapter is not None
             bars[request.adapter.number] = place

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.middleware.cors import CORSMiddleware
 
 from onnxport.errors import RequestError
@@ -20,6 +19,8 @@ from onnxport.serving.http import (
     chat_completions,
     completions,
     errors,
+    information,
+    llama_completion,
     messages,
     responses,
     tokens,
@@ -56,10 +57,9 @@ class AppOptions:
 
     Attributes:
         defaults: how requests that do not say are sampled; by itself OpenAI's defaults.
-        api_keys: one of them is required as a bearer token under `/v1` and for `/tokenize` and
-            `/detokenize`; clients of Anthropic's API may send `x-api-key`. None leave the server
-            open. Where there are several, each is a tenant of its own; otherwise the field `user`
-            names the tenant.
+        api_keys: one of them is required as a bearer token for `middleware.PROTECTED`; clients of
+            Anthropic's API may send `x-api-key`. None leave the server open. Where there are
+            several, each is a tenant of its own; otherwise the field `user` names the tenant.
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
@@ -190,8 +190,9 @@ def create_app(
     if options.root_path:
         app.add_middleware(RootPathMiddleware, root_path=options.root_path)
     _add_generation(app, service)
-    _add_information(app, service, metrics)
+    information.add_routes(app, service, metrics)
     tokens.add_routes(app, service)
+    llama_completion.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
 
@@ -244,64 +245,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post(f"{anthropic.PATH}/count_tokens")
     async def count_message_tokens(body: CountRequest) -> dict[str, int]:
         return await messages.count(service, body)
-
-
-def _add_information(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    """Add the endpoints that tell about the server."""
-
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": adapters.models(service)}
-
-    @app.get("/v1/models/{model:path}")
-    async def retrieve_model(model: str) -> dict[str, Any]:
-        name = model or service.model_name
-        service.adapter_of(name)
-        return next(each for each in adapters.models(service) if each["id"] == name)
-
-    @app.get("/health", response_model=None)
-    async def health() -> Response:
-        return JSONResponse(_health(service), 200 if service.engine.healthy else 503)
-
-    @app.get("/metrics", response_model=None)
-    async def read_metrics(request: Request) -> Response:
-        text, content_type = metrics.render(request.headers.get("accept", ""))
-        return Response(text, headers={"Content-Type": content_type})
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-
-def _health(service: Service) -> dict[str, Any]:
-    """Return what is loaded, where it really runs, what was lost, and how much there is to do."""
-    engine = service.engine
-    loaded = _plain(engine.capabilities)
-    failed = engine.failure is not None
-    return {
-        "status": "failed" if failed else "ok" if engine.healthy else "stopped",
-        **({"reason": engine.failure} if failed else {}),
-        "version": __version__,
-        "model": service.model_name,
-        "provider": loaded.pop("provider"),
-        "device": loaded.pop("device"),
-        "attention": loaded.pop("attention"),
-        "dtype": loaded.pop("compute_dtype"),
-        "kv_cache_dtype": loaded.pop("kv_cache_dtype"),
-        "placement": loaded.pop("placement"),
-        "on_host": loaded.pop("on_host"),
-        "emulated": loaded.pop("emulated"),
-        "losses": [_plain(loss) for loss in engine.losses],
-        "capabilities": loaded,
-        "engine": _plain(engine.stats()),
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return a dataclass and what it holds as JSON can carry it."""
-    if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 async def _client_is_gone(request: Request, error: Exception) -> Response:

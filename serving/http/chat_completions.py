@@ -96,6 +96,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
             more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
         if told.ids:
             more["prompt_token_ids"] = list(job.prompts[0])
+        if body.timings_per_token:
+            more["timings"] = usage.timings()
         choices = [_whole(service, index, each, told) for index, each in enumerate(results)]
         return header.body(choices, usage=usage.body(), **more)
 
@@ -149,6 +151,8 @@ async def _chunks(
         nonlocal first
         if body.continuous_usage:
             more["usage"] = usage.so_far()
+        if body.timings_per_token:
+            more["timings"] = usage.timings()
         made = header.body([choice], **more, **first)
         first = {}
         return made
@@ -161,7 +165,7 @@ async def _chunks(
             for choice in choices[index].take(delta, runs):
                 yield chunk(choice)
     if body.include_usage:
-        yield header.body([], usage=usage.body())
+        yield header.body([], **{**more, "usage": usage.body()})
 
 
 class _Streamed:

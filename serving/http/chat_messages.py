@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import ConfigDict, Field, model_validator
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.protocol import expect
-from onnxport.serving.http.strict import Strict
+from onnxport.serving.http.strict import Strict, expect
 from onnxport.serving.reasoning import REASONING_NAMES
 
 

@@ -31,6 +31,7 @@ class ChatRequest(RequestBody):
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_CHAT
     counts: ClassVar[tuple[str, ...]] = ("top_logprobs", "prompt_logprobs")
+    is_chat: ClassVar[bool] = True
 
     messages: list[ChatMessage] = Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = None
@@ -204,6 +205,12 @@ class ChatRequest(RequestBody):
             syntax: how the model calls tools.
         """
         given = self.max_completion_tokens
+        if self.has_no_limit and given is not None:
+            raise RequestError(
+                f"n_predict is -1, which sets no limit, and max_completion_tokens is {given}; send "
+                "one of them",
+                "n_predict",
+            )
         limit = self.max_tokens if given is None else given
         asked = self.logprobs or self.logprob_token_ids
         top = (self.top_logprobs or 0) if asked else None

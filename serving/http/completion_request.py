@@ -96,7 +96,9 @@ class CompletionRequest(RequestBody):
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; 16 tokens unless told otherwise."""
-        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        max_tokens = self.max_tokens
+        if max_tokens is None and not self.has_no_limit:
+            max_tokens = 16
         told = self.told_logprobs
         params = self.sampling(defaults, 1 if self.only_prompt else max_tokens, told)
         if self.echo and told is not None:

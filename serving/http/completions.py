@@ -93,7 +93,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
         return choices
 
     choices = await unless_disconnected(request, whole())
-    return JSONResponse(header.body(choices, usage=usage.body()))
+    more = {"timings": usage.timings()} if body.timings_per_token else {}
+    return JSONResponse(header.body(choices, usage=usage.body(), **more))
 
 
 async def _chunks(
@@ -130,9 +131,11 @@ async def _chunks(
                 ends = (delta.finish_reason, delta.stop_reason)
                 if body.continuous_usage:
                     more["usage"] = usage.so_far()
+                if body.timings_per_token:
+                    more["timings"] = usage.timings()
                 yield header.body([_choice(index, text, logprobs, *ends) | ids], **more)
     if body.include_usage:
-        yield header.body([], usage=usage.body())
+        yield header.body([], **{**more, "usage": usage.body()})
 
 
 def _whole(

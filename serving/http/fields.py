@@ -34,12 +34,19 @@ NEUTRAL: Mapping[str, Any] = {
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers alone
     "guided_decoding_backend": ("auto", "guidance"),
     "structural_tag": (),
-    **{"mirostat": (0,), "mirostat_tau": ANY, "mirostat_eta": ANY},  # llama.cpp's, as what follows
-    **{"dynatemp_range": (0,), "dynatemp_exponent": ANY, "repeat_penalty": (1,), "min_keep": (0,)},
-    **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
+    **{"min_keep": (0, 1), "t_max_predict_ms": (0, -1)},  # llama.cpp's, as what follows
+    **{"return_progress": (False,), "return_tokens": (False,), "post_sampling_probs": (False,)},
     "detokenize": (True,),
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
+}
+# vLLM's and llama.cpp's, of APIs that are turned into chats and completions, which may obey more.
+OF_ENGINES: Mapping[str, Any] = {
+    **{"length_penalty": (1,), "use_beam_search": (False,), "logits_processors": ([],)},
+    **{"spaces_between_special_tokens": (True, False), "detokenize": (True,)},
+    **{"kv_transfer_params": ({},), "vllm_xargs": ({},)},
+    **{"min_keep": (0, 1), "repeat_penalty": (1,)},
+    **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,
@@ -55,6 +62,12 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "chat_template": (),
     "media_io_kwargs": ANY,  # of images and sounds, which are refused
     "mm_processor_kwargs": ANY,
+}
+ADVICE: Mapping[str, str] = {  # what else has the effect
+    "min_keep": "top_k and top_p may keep more",
+    "t_max_predict_ms": "max_tokens and timeout_s limit an answer",
+    "return_tokens": "return_token_ids tells them",
+    "post_sampling_probs": "a server has them with --logprobs-mode processed_logprobs",
 }
 NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "suffix": ("",), "prompt_embeds": ()}
 
@@ -134,4 +147,5 @@ def _refusal(name: str, value: Any, allowed: Any) -> str:
     shown = repr(value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     values = " or ".join(["null", *(repr(one) for one in allowed)])
-    return f"{name} is {shown}, which is not supported yet; send {values}, or leave it out"
+    advice = f" ({ADVICE[name]})" if name in ADVICE else ""
+    return f"{name} is {shown}, which is not supported yet; send {values}, or leave it out{advice}"

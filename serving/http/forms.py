@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
+from onnxport.serving.http.generation_fields import GenerationFields
 from onnxport.serving.http.strict import Strict as _Part
 from onnxport.serving.structured.spec import StructuredOutputs
 
@@ -17,6 +18,8 @@ OLDER = {
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "json_schema": "json",  # llama.cpp's, as what follows
+    "grammar": "grammar",
 }
 
 
@@ -72,16 +75,17 @@ class ResponseFormat(_Part):
         return {"type": self.type, **given}
 
 
-class FormFields(_Part):
+class FormFields(GenerationFields):
     """The fields of a request that say what form its text is to have; at most one does."""
 
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
     def form(self) -> StructuredOutputs | None:
         """Return the form; None: any text.
@@ -108,6 +112,12 @@ class FormFields(_Part):
         """Return the form that one field asks for."""
         if name == STRUCTURED:
             return StructuredOutputs.from_mapping(self.structured_outputs or {})
+        if name == "grammar" and "::=" not in (self.grammar or ""):
+            raise RequestError(
+                f"grammar is {repr(self.grammar)[:80]}, which has no rule of GBNF (root ::= …); "
+                "write one, or send a grammar in Lark's syntax as structured_outputs.grammar",
+                name,
+            )
         if name != "response_format":
             pattern = self.guided_whitespace_pattern
             given = {OLDER[name]: getattr(self, name), "whitespace_pattern": pattern}

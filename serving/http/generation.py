@@ -15,6 +15,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.collect import mean_logprob, rank
 from onnxport.serving.http.errors import FINAL, SERVER_ERROR, STOPPED, ApiError
 from onnxport.serving.http.service import Engine
+from onnxport.serving.http.timings import Span
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 
@@ -95,6 +96,7 @@ class Usage:
     prompt_tokens: int = field(init=False)
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> cached prompt tokens
+    span: Span = field(default_factory=Span)
 
     def __post_init__(self) -> None:
         self.prompt_tokens = sum(map(len, self.job.prompts))
@@ -102,6 +104,7 @@ class Usage:
     def add(self, choice: int, delta: CompletionDelta) -> Sequence[Run]:
         """Count one delta of a choice; returns which of its tokens are reasoning."""
         self.completion_tokens += len(delta.token_ids)
+        self.span.add(delta)
         prompt = choice // self.job.params.num_sequences
         self.cached[prompt] = max(self.cached.get(prompt, 0), delta.num_cached_tokens)
         if self.thoughts is None:
@@ -115,6 +118,11 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+
+    def timings(self) -> dict[str, Any]:
+        """Return llama.cpp's `timings` so far."""
+        cached = sum(self.cached.values())
+        return self.span.body(self.prompt_tokens, cached, self.completion_tokens)
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""

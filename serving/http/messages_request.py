@@ -15,9 +15,10 @@ from pydantic import Field, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.http import renaming
 from onnxport.serving.http.chat_request import ChatRequest, Effort
-from onnxport.serving.http.fields import ANY, check_json, check_neutral
+from onnxport.serving.http.fields import ANY, OF_ENGINES, check_json, check_neutral
+from onnxport.serving.http.generation_fields import MAX_STOP_STRINGS, GenerationFields
 from onnxport.serving.http.messages_blocks import Message, System, conversation
-from onnxport.serving.http.protocol import MAX_STOP_STRINGS, MOST_MESSAGES, MOST_TOOLS
+from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.responses_items import Given
 from onnxport.serving.http.service import Service
@@ -33,22 +34,12 @@ NEUTRAL_COUNT: Final[Mapping[str, Any]] = {
 }
 NEUTRAL: Final[Mapping[str, Any]] = {
     **NEUTRAL_COUNT,
+    **OF_ENGINES,
     "container": (),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
     "diagnostics": ANY,
     "inference_geo": (),
     "service_tier": ("auto", "standard_only"),
 }
-
-# Fields of a chat that are called the same; those of vLLM among them.
-SAME: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("structured_outputs", "max_tokens"),
-    *("priority", "cache_salt", "timeout_s", "repetition_detection"),
-    *("skip_reading_prefix_cache", "stream_interval"),
-)
 
 # What a field of the chat is called here, for errors.
 CALLED: Final[Mapping[str, str]] = {
@@ -273,7 +264,7 @@ class CountRequest(Strict):
         return {**plain, "thinking_token_budget": asked.budget_tokens}
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, GenerationFields):
     """The body of `/v1/messages`."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
@@ -281,31 +272,14 @@ class MessagesRequest(CountRequest):
     max_tokens: int
     request_id: GivenId | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stream: bool | None = None
     metadata: Metadata | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    typical_p: Any = None
-    seed: Any = None
-    logit_bias: Any = None
-    repetition_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    structured_outputs: Any = None
-    priority: Any = None
-    cache_salt: Any = None
-    timeout_s: Any = None
-    repetition_detection: Any = None
-    skip_reading_prefix_cache: Any = None
-    stream_interval: Any = None
 
     def chat(self, service: Service) -> dict[str, Any]:
         """Return the body of a chat that means the same; see `CountRequest.chat`."""
         return {
             **super().chat(service),
-            **{name: getattr(self, name) for name in SAME},
+            **self.generation(),
+            "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "user": self.metadata and self.metadata.user_id,
         }

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onnxport.serving.http import anthropic
 from onnxport.serving.http.errors import ApiError
 
-PROTECTED = ("/v1", "/tokenize", "/detokenize")
+PROTECTED = ("/v1", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion")
+PROBES = ("/v1/health",)  # which have no key
 TENANT = "tenant"  # in the state of a request
 
 
@@ -38,7 +39,7 @@ class RootPathMiddleware:
 
 @dataclass(frozen=True, slots=True)
 class ApiKeyMiddleware:
-    """Refuses requests under PROTECTED that do not bring one of the keys as a bearer token.
+    """Refuses requests under PROTECTED, but PROBES, without one of the keys as a bearer token.
 
     Clients of Anthropic's API may bring it as the header `x-api-key`, too.
 
@@ -50,7 +51,8 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, or pass the request on."""
-        if scope["type"] != "http" or not scope["path"].startswith(PROTECTED):
+        path: str = scope.get("path", "")
+        if scope["type"] != "http" or not path.startswith(PROTECTED) or path in PROBES:
             return await self.app(scope, receive, send)
         headers, is_anthropics = Headers(scope=scope), anthropic.is_path(scope["path"])
         given = headers.get("authorization", "")

@@ -11,19 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import DEFAULTED, SamplingDefaults
-from onnxport.serving.http.fields import NEUTRAL, are_ids, check_json, check_neutral
-from onnxport.serving.http.forms import FormFields
+from onnxport.serving.http.fields import NEUTRAL, check_json, check_neutral
+from onnxport.serving.http.generation_fields import StopStrings, TokenIds
+from onnxport.serving.http.llama_cpp import SAMPLED, LlamaCppFields, check_samplers, told
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
 from onnxport.serving.logprob_limits import counted
@@ -32,41 +26,9 @@ from onnxport.serving.repetition import RepetitionDetection
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
 MOST_TRUNCATED = 1 << 20  # tokens of a prompt of which only the end counts
-MAX_STOP_STRINGS = 64  # each is looked for in every piece of text
-MOST_TOKEN_IDS = 1 << 20  # of a list; no vocabulary has as many
-MOST_BIASES = 1 << 17
 MOST_MESSAGES = 1 << 16  # each takes tokens of the context
 MOST_TOOLS = 1 << 12
-LLAMA_CPP = (  # fields of its server that the engine has by the same names
-    *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
-    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
-)
 MOST_DOCUMENTS = 1 << 12
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-def _token_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Check a list of token ids, be it as long as the vocabulary, at once."""
-    if isinstance(value, list) and len(value) > MOST_TOKEN_IDS:
-        told = {"max_length": MOST_TOKEN_IDS, "actual_length": len(value), "field_type": "List"}
-        raise PydanticKnownError("too_long", told)
-    return value if are_ids(value) else handler(value)
-
-
-# An error for each of a million elements would be gigabytes, and the first is all that is told.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_token_ids)]
-
-
-def expect(what: str) -> WrapValidator:
-    """Return a validator that tells `what` was expected, instead of one error a union member."""
-
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            raise PydanticCustomError("union", "should be {what}", {"what": what}) from error
-
-    return WrapValidator(validate)
 
 
 class StreamOptions(Strict):
@@ -87,46 +49,17 @@ class StreamOptions(Strict):
         return self
 
 
-class RequestBody(FormFields):
+class RequestBody(LlamaCppFields):
     """What both endpoints share."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
     counts: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)  # of log probabilities
+    is_chat: ClassVar[bool] = False
 
     model: str | None = None  # None: the server's own
     request_id: GivenId | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(lt=2**31)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[
-        str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None,
-        expect(f"a text or a list of texts, at most {MAX_STOP_STRINGS}"),
-    ] = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None  # true unless told otherwise
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: Annotated[list[str], Field(fail_fast=True)] | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
-    allowed_token_ids: TokenIds | None = None
-    min_tokens: int | None = None
+    stop: StopStrings = None
     thinking_token_budget: int | None = None
-    repetition_detection: dict[str, Any] | None = None
-    skip_reading_prefix_cache: bool | None = None
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -136,13 +69,8 @@ class RequestBody(FormFields):
     truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
     user: str | None = None
-    cache_salt: str | None = None
-    timeout_s: float | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stream_interval: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -151,6 +79,7 @@ class RequestBody(FormFields):
             return body
         check_json(body)
         check_neutral(body, cls.neutral)
+        body = told(body, is_chat=cls.is_chat)
         return {name: value for name, value in body.items() if name not in cls.neutral}
 
     @model_validator(mode="after")
@@ -193,6 +122,8 @@ class RequestBody(FormFields):
             RequestError: a number is above the limit; names the field.
         """
         given = {name: getattr(self, name) for name in self.counts}
+        if self.n_probs:  # what it was called
+            counted("n_probs", self.n_probs, max_logprobs, vocab_size)
         counts = {
             name: counted(name, count, max_logprobs, vocab_size)
             for name, count in given.items()
@@ -262,16 +193,28 @@ class RequestBody(FormFields):
         """Return the decoding parameters; the defaults where nothing was given.
 
         Raises:
-            RequestError: a value is out of its range.
+            RequestError: a value is out of its range, or samplers are asked for in another order.
         """
+        try:
+            params = self._sampling(defaults, max_tokens, logprobs)
+        except RequestError as error:
+            called = self.called(error)
+            if called is error:
+                raise
+            raise called from error
+        if self.samplers is not None:
+            check_samplers(self.samplers, params)
+        return params
+
+    def _sampling(
+        self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {
             name: getattr(defaults if getattr(self, name) is None else self, name)
             for name in DEFAULTED
         }
-        given |= {
-            name: getattr(self, name) for name in LLAMA_CPP if getattr(self, name) is not None
-        }
+        given |= {name: getattr(self, name) for name in SAMPLED if getattr(self, name) is not None}
         allowed = self.allowed_token_ids
         return SamplingParams(
             **given,

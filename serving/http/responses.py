@@ -131,8 +131,10 @@ class Told:
 
     def _entries(self, tokens: Sequence[Token]) -> list[Entry]:
         """Return what is told of tokens."""
-        top = self.job.params.logprobs or 0
-        entries: list[Entry] = chat_logprobs(self._service.tokenizer, tokens, top)["content"]
+        params, tokenizer = self.job.params, self._service.tokenizer
+        named = params.logprob_token_ids or ()
+        told = chat_logprobs(tokenizer, tokens, params.logprobs or 0, named=named)
+        entries: list[Entry] = told["content"]
         return entries
 
     def fail(self, error: ApiError) -> Event:

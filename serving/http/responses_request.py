@@ -14,7 +14,15 @@ from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest, Effort
-from onnxport.serving.http.fields import ANY, LABELS, TIERS, check_json, check_neutral
+from onnxport.serving.http.fields import (
+    ANY,
+    LABELS,
+    OF_ENGINES,
+    TIERS,
+    check_json,
+    check_neutral,
+)
+from onnxport.serving.http.generation_fields import GenerationFields, StopStrings, TokenIds
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.renaming import as_chat as chat_of
 from onnxport.serving.http.renaming import with_names
@@ -28,13 +36,13 @@ from onnxport.serving.http.responses_items import (
     ResultItem,
     text_or,
 )
-from onnxport.serving.http.strict import Strict
 
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")  # of the second there is never any
 
 NEUTRAL: Final[Mapping[str, Any]] = {
     **{name: values for name, values in LABELS.items() if name != "metadata"},
+    **OF_ENGINES,
     "background": (False,),
     "store": (False,),
     "truncation": ("disabled", "auto"),  # what is too long for the context is refused anyway
@@ -45,24 +53,16 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "max_tool_calls": ANY,  # of the server's own tools, of which there are none
     "context_management": (),
     "moderation": (),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
     "mm_processor_kwargs": ANY,
     "enable_response_messages": (False,),
     "previous_input_messages": ([],),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
 
-# Fields of a chat that are called the same; those of vLLM among them.
+# Further fields of a chat that are called the same.
 SAME: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_outputs"),
-    *("parallel_tool_calls", "chat_template_kwargs", "user", "priority", "cache_salt", "timeout_s"),
-    *("thinking_token_budget", "repetition_detection", "skip_reading_prefix_cache"),
-    "stream_interval",
-    *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    *("stop", "parallel_tool_calls", "chat_template_kwargs", "user"),
+    *("thinking_token_budget", "logprob_token_ids"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -147,7 +147,7 @@ class ReasoningOptions(Given):
     generate_summary: Summary = None  # the same by its older name
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(GenerationFields):
     """The body of `/v1/responses`."""
 
     model: str | None = None  # None: the server's own
@@ -168,34 +168,12 @@ class ResponsesRequest(Strict):
     include: list[str] | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
-    stream: bool | None = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    typical_p: Any = None
-    seed: Any = None
-    stop: Any = None
-    logit_bias: Any = None
-    repetition_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    parallel_tool_calls: Any = None
-    structured_outputs: Any = None
-    priority: Any = None
-    user: Any = None
-    cache_salt: Any = None
-    timeout_s: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    skip_reading_prefix_cache: Any = None
-    stream_interval: Any = None
-    ignore_eos: Any = None
-    min_tokens: Any = None
-    stop_token_ids: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    chat_template_kwargs: Any = None
+    stop: StopStrings = None
+    logprob_token_ids: TokenIds | None = None
+    thinking_token_budget: int | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -212,10 +190,11 @@ class ResponsesRequest(Strict):
             raise RequestError(
                 f"include has {unknown[0][:80]!r}; there is {' and '.join(INCLUDED)}", "include"
             )
-        if self.top_logprobs and not self.has_logprobs:
-            raise RequestError(
-                f"top_logprobs was given, and include lacks {LOGPROBS!r}; add that", "top_logprobs"
-            )
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.has_logprobs:
+                raise RequestError(
+                    f"{name} was given, and include lacks {LOGPROBS!r}; add that", name
+                )
         return self
 
     @property
@@ -235,6 +214,7 @@ class ResponsesRequest(Strict):
         given = {name: getattr(self, name) for name in SAME}
         asked = self.text.format if self.text else None
         return {
+            **self.generation(),
             **{name: value for name, value in given.items() if value is not None},
             "model": self.model,
             "messages": self._messages(between),

@@ -120,6 +120,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once."""
+        ...
+
+    @property
     def max_logprobs(self) -> int | None:
         """Most likeliest tokens that a position may tell; None: there is no limit."""
         ...
@@ -135,6 +140,11 @@ class Engine(Protocol):
 
     async def unload_adapter(self, name: str) -> None:
         """Let no more requests find an adapter."""
+        ...
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, those among them that came while a step runs."""
         ...
 
     def stats(self) -> EngineStats:

@@ -56,6 +56,8 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
     """
     if not hasattr(socket, "AF_UNIX"):
         raise OnnxportError("this system has no sockets of files; leave --uds out")
+    if "\0" in path:  # the system would bind what is before it, and nothing would remove that
+        raise OnnxportError(f"--uds is {path!r}, and a path has no NUL; choose another")
     _remove_left(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with sock:

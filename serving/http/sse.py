@@ -41,6 +41,7 @@ async def respond(
     ping_interval_s: float,
     failed: Callable[[ApiError], Event] | None = None,
     ping: bytes = PING,
+    end: bytes = DONE,
 ) -> Response:
     """Return a stream of `chunks`.
 
@@ -56,6 +57,7 @@ async def respond(
         failed: returns the event of an error, in a stream of named events, as those of responses
             are. It ends without `[DONE]`. None: events have no names.
         ping: what is sent in place of the comment, where clients know an event for it.
+        end: of a stream of events without names.
 
     Raises:
         DisconnectedError: the client went away before the headers were sent.
@@ -63,7 +65,7 @@ async def respond(
     first = asyncio.ensure_future(anext(chunks))
     if await is_done(request, first, ping_interval_s or None):
         first.result()
-    events = _told(request, first, chunks, failed)
+    events = _told(request, first, chunks, failed, end)
     return _EventStream(events, first, chunks, ping_interval_s, ping)
 
 
@@ -72,6 +74,7 @@ async def _told(
     first: asyncio.Future[Event],
     chunks: Chunks,
     failed: Callable[[ApiError], Event] | None,
+    end: bytes,
 ) -> AsyncGenerator[bytes, None]:
     """Yield events, and what ends them."""
     is_named = failed is not None
@@ -83,8 +86,8 @@ async def _told(
     except Exception as error:
         known = to_api_error(error, request_id(request))
         yield event(known.body() if failed is None else failed(known), is_named=is_named)
-    if not is_named:
-        yield DONE
+    if end and not is_named:
+        yield end
 
 
 class _EventStream(StreamingResponse):

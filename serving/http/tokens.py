@@ -1,9 +1,13 @@
-"""`POST /tokenize` and `/detokenize`: text to tokens and back, with vLLM's routes and fields."""
+"""Text to tokens and back, and chats to text: vLLM's routes and fields, and llama.cpp's.
+
+`POST /tokenize`, `/detokenize` and `/apply-template`, and `GET /tokenizer_info`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Final
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI
 from pydantic import Field, PlainValidator, model_validator
@@ -16,12 +20,14 @@ from onnxport.serving.http.chat_messages import (
     ToolDefinition,
     told,
 )
+from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.chat_turn import encode
 from onnxport.serving.http.fields import are_ids, check_json
 from onnxport.serving.http.protocol import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.strict import Strict
 
+LLAMA_CPP: Final = ("add_special", "parse_special", "with_pieces")
 MOST_TOKENS: Final = 1 << 20  # that are encoded: more than a context, for whoever counts a document
 
 
@@ -32,10 +38,17 @@ def _ids(value: Any) -> Any:
 
 
 class TokenizeRequest(Strict):
-    """The body of `/tokenize`: a text, or a conversation as `/v1/chat/completions` has it."""
+    """The body of `/tokenize`: a text, or a conversation as `/v1/chat/completions` has it.
+
+    A text is `prompt` with vLLM, and `content` with llama.cpp, whose further fields go with it.
+    """
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None  # false unless told otherwise
+    parse_special: Literal[True] | None = None  # special tokens that a text spells out are tokens
+    with_pieces: bool | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = (
         None
     )
@@ -56,19 +69,31 @@ class TokenizeRequest(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise RequestError("send either prompt, a text, or messages, a conversation", "prompt")
+        if [self.prompt, self.messages, self.content].count(None) != 2:
+            raise RequestError(
+                "send either prompt, a text, or messages, a conversation; or content, a text as "
+                "llama.cpp calls it",
+                "prompt",
+            )
+        if self.content is None:
+            self._check_alone(LLAMA_CPP, "content")
+        else:
+            self._check_alone(("add_special_tokens", "return_token_strs"), "prompt or messages")
         fields = (
             *("tools", "add_generation_prompt", "continue_final_message"),
             *("chat_template_kwargs", "documents"),
         )
-        alone = [name for name in fields if getattr(self, name) is not None]
-        if self.messages is None and alone:
-            raise RequestError(
-                f"{alone[0]} is of conversations, and prompt is a text; send messages", alone[0]
-            )
+        if self.messages is None:
+            self._check_alone(fields, "messages")
         check_variables(self.chat_template_kwargs)
         return self
+
+    def _check_alone(self, fields: Sequence[str], other: str) -> None:
+        """Refuse fields without the one that they go with."""
+        if alone := [name for name in fields if getattr(self, name) is not None]:
+            raise RequestError(
+                f"{alone[0]} goes with {other}; send that, or leave it out", alone[0]
+            )
 
 
 class DetokenizeRequest(Strict):
@@ -79,7 +104,7 @@ class DetokenizeRequest(Strict):
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
-    """Add both endpoints."""
+    """Add these endpoints."""
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -89,11 +114,39 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         service.adapter_of(body.model)
-        return {"prompt": await asyncio.to_thread(_detokenize, service, body.tokens)}
+        text = await asyncio.to_thread(_detokenize, service, body.tokens)
+        return {"prompt": text, "content": text}  # as vLLM and as llama.cpp call it
+
+    @app.post("/apply-template")
+    async def apply_template(body: ChatRequest) -> dict[str, str]:
+        service.adapter_of(body.model)
+        return {"prompt": await asyncio.to_thread(_prompt, service, body)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str]:
+        source = service.template.source(with_tools=False)
+        told = {"chat_template": source} if source else {}
+        return {**service.template.special_tokens, **told}
+
+
+def _prompt(service: Service, body: ChatRequest) -> str:
+    """Return the text that the model would be given for a chat."""
+    if body.truncate_prompt_tokens is not None:
+        raise RequestError(
+            "truncate_prompt_tokens is about tokens, and this is about their text; leave it out",
+            "truncate_prompt_tokens",
+        )
+    chat = body.with_effort(service.template, service.reasoning)
+    return encode(service, chat.messages, chat.offered_tools(), chat, MOST_TOKENS).text
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = service.tokenizer
+    if body.content is not None:
+        tokenizer.check_length(body.content, MOST_TOKENS)
+        special = bool(body.add_special)
+        tokens = tokenizer.encode(body.content, add_special_tokens=special)
+        return {"tokens": _pieces(service, tokens) if body.with_pieces else tokens}
     if body.messages is not None:
         tools = told(body.tools)
         tokens = encode(service, body.messages, tools, body, MOST_TOKENS).token_ids
@@ -109,6 +162,19 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         "tokens": tokens,
         "token_strs": spelled,
     }
+
+
+def _pieces(service: Service, tokens: list[int]) -> list[dict[str, Any]]:
+    """Return tokens with their texts; one that is a part of a character has its bytes."""
+    known = {one: service.tokenizer.token_bytes(one) for one in set(tokens)}
+    return [{"id": one, "piece": _text_or_bytes(known[one])} for one in tokens]
+
+
+def _text_or_bytes(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 def _detokenize(service: Service, tokens: list[int]) -> str:

@@ -12,12 +12,12 @@ DRAWN, NOT_FINITE, BAD_TOKEN, OUT_OF_MEMORY = range(4)  # the status of a row
 
 # How one row is sampled, and what came of it: csrc/request.h says what the fields are, in this
 # order. In parts, as they are made at different times.
-CHOICE = struct.Struct("@6d2q6i")  # what stays the same from step to step
+CHOICE = struct.Struct("@8d2q6i")  # what stays the same from step to step
 CHANGES = struct.Struct("@6P4q4f")  # in the logits
-STEP = struct.Struct("@Pd3qdi0q")  # what is of one step, and the results
+STEP = struct.Struct("@P2d3q2di0q")  # what is of one step, and the results
 RESULTS = struct.Struct(
-    f"@{CHOICE.size + CHANGES.size}x16xq8xqdi0q"
-)  # token, rank, logprob, status
+    f"@{CHOICE.size + CHANGES.size}x24xq8xq2di0q"
+)  # token, rank, logprob, surprise, status
 REQUEST_SIZE = CHOICE.size + CHANGES.size + STEP.size
 
 

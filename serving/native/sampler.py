@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs.contract import NO_SUMMARY, NO_SUMS, summary_floats
-from onnxport.serving.drawing import RowParams, Thinning
+from onnxport.serving.drawing import Adapting, RowParams, Thinning
 from onnxport.serving.edits import Addresses, Floats, RowEdits
 from onnxport.serving.native.library import (
     BAD_TOKEN,
@@ -39,7 +39,7 @@ from onnxport.serving.sampled import RowLogprobs, Sampled
 LOGITS_PER_THREAD = 1 << 18  # to wake a thread for fewer costs more than it saves
 
 
-_Result = tuple[int, int, float, int]  # token, rank, logprob, status
+_Result = tuple[int, int, float, float, int]  # token, rank, logprob, surprise, status
 
 
 class _Asked(NamedTuple):
@@ -97,6 +97,8 @@ def _no_array() -> None:
 
 _NO_CHANGES = bytes(CHANGES.size)
 _UNTHINNED = Thinning()
+_UNMOVED = Adapting()
+_FIXED, _DYNAMIC = 0, 3  # csrc/request.h; between them the ways of Mirostat
 
 
 class NativeSampler:
@@ -164,7 +166,10 @@ class NativeSampler:
             logprobs = [one if yes else None for one, yes in zip(found, asking, strict=True)]
             for row in invalid:
                 logprobs[row] = None
-        return Sampled([one[0] for one in results], logprobs, invalid)
+        surprises: list[float] | None = None
+        if any(row.adapting is not None and row.adapting.mirostat for row in rows):
+            surprises = [one[3] for one in results]
+        return Sampled([one[0] for one in results], logprobs, invalid, surprises)
 
     def logprobs(
         self, logits: Floats, token_ids: Sequence[int], counts: Sequence[int]
@@ -232,7 +237,7 @@ class NativeSampler:
         call.batch.next = 0
         self._library.onnxport_sampling_run(ctypes.byref(call.batch), call.threads)
         results: list[_Result] = list(RESULTS.iter_unpack(call.asked.requests))
-        failed = {row: one[3] for row, one in enumerate(results) if one[3] != DRAWN}
+        failed = {row: one[4] for row, one in enumerate(results) if one[4] != DRAWN}
         for row, status in failed.items():
             if status == OUT_OF_MEMORY:
                 raise MemoryError("no memory is left to sample with")
@@ -257,11 +262,16 @@ def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
     parts: list[bytes] = []
     ends: list[int] = []
     end = 0
-    for temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, thinning in rows:
-        parts.append(_choice(temperature, top_k, top_p, num_logprobs, min_p, thinning, vocab))
+    for row in rows:
+        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, thinning, moves = row
+        mu = 0.0
+        if moves is not None:  # of which mu is another one each time
+            mu, moves = moves.mu, moves._replace(mu=0.0)
+        choice = (temperature, top_k, top_p, num_logprobs, min_p, thinning, moves)
+        parts.append(_choice(*choice, vocab))
         parts.append(_NO_CHANGES if edits is None else _changes(edits, kept))
         at = 0 if mask is None else _pointer(_checked_mask(mask, vocab), np.uint32, kept)
-        parts.append(STEP.pack(at, uniform, 0, end, 0, 0.0, DRAWN))
+        parts.append(STEP.pack(at, uniform, mu, 0, end, 0, 0.0, 0.0, DRAWN))
         if num_logprobs:
             end += min(num_logprobs, vocab)
         ends.append(end)
@@ -291,9 +301,11 @@ def _ask_about(token_ids: Sequence[int], counts: Sequence[int], vocab: int) -> _
     end = 0
     for token_id, count in zip(token_ids, counts, strict=True):
         num_top = min(count, vocab)
-        parts.append(CHOICE.pack(0.0, 0.0, 1.0, *_UNTHINNED, 0, num_top, 0, 0, 1, 1, 0, 0))
+        parts.append(
+            CHOICE.pack(*(0.0, 0.0, 1.0, *_UNTHINNED, 0.0, 1.0, 0, num_top, 0, 0, 1, 1, 0, _FIXED))
+        )
         parts.append(_NO_CHANGES)
-        parts.append(STEP.pack(0, 0.0, token_id, end, 0, 0.0, DRAWN))
+        parts.append(STEP.pack(0, 0.0, 0.0, token_id, end, 0, 0.0, 0.0, DRAWN))
         end += num_top
         ends.append(end)
     return _Asked(array("b", b"".join(parts)), ends, [])
@@ -307,14 +319,19 @@ def _choice(
     num_logprobs: int | None,
     min_p: float,
     thinning: Thinning | None,
+    adapting: Adapting | None,
     vocab: int,
 ) -> bytes:
     """Return what stays the same from step to step, a CHOICE."""
+    least_temperature, exponent, mirostat, _ = adapting or _UNMOVED
+    kind = _FIXED if adapting is None else mirostat or _DYNAMIC
     return CHOICE.pack(
         temperature,
         min_p,
         top_p,
         *(thinning or _UNTHINNED),
+        least_temperature,
+        exponent,
         0 if top_k is None else min(top_k, vocab),
         0 if num_logprobs is None else min(num_logprobs, vocab),
         RowParams(temperature, top_k).greedy,
@@ -322,7 +339,7 @@ def _choice(
         False,
         num_logprobs is not None,
         thinning is not None,
-        False,
+        kind,
     )
 
 
@@ -376,7 +393,7 @@ def _row_logprobs(results: Sequence[_Result], call: _Call) -> list[RowLogprobs]:
     """Return the log probabilities of rows; void where a row did not ask for them."""
     found: list[RowLogprobs] = []
     begin = 0
-    for (token, rank, logprob, _), end in zip(results, call.asked.ends, strict=True):
+    for (token, rank, logprob, _, _), end in zip(results, call.asked.ends, strict=True):
         top_ids, top_values = tuple(call.top_ids[begin:end]), tuple(call.top_logprobs[begin:end])
         found.append(RowLogprobs(token, logprob, rank, top_ids, top_values))
         begin = end

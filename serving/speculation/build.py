@@ -21,6 +21,7 @@ from onnxport.serving.speculation.forced import ForcedDrafter
 from onnxport.serving.speculation.head import HeadDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.speculation.speculator import Speculator
+from onnxport.serving.speculation.suffix import SuffixDrafter
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ def build_speculator(
     """
     if config.method == "grammar":
         return Speculator(ForcedDrafter(), config)
+    if config.method == "suffix":
+        return Speculator(ForcedDrafter(_suffix_drafter(config)), config)
     if config.model is None:
         ngrams = NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
         return Speculator(ForcedDrafter(ngrams), config)
@@ -84,6 +87,25 @@ def build_speculator(
     sizes = head.features, _spec(config.model).hidden_size
     reader = HeadDrafter(model, tokens, sizes, max_num_batched_tokens, vocab_size, threads)
     return Speculator(reader, config, reader=reader)
+
+
+def _suffix_drafter(config: SpeculationConfig) -> SuffixDrafter:
+    drafter = SuffixDrafter(
+        config.suffix_decoding_max_tree_depth,
+        config.suffix_decoding_max_spec_factor,
+        config.suffix_decoding_min_token_prob,
+        most_answers=config.suffix_decoding_max_cached_requests,
+        most_tokens=config.suffix_decoding_max_cached_tokens,
+    )
+    if drafter.answers is not None:
+        logger.info(
+            "answers are kept to guess others by: the last %d, of at most %d tokens in all, in "
+            "%.0f MiB of memory at most",
+            config.suffix_decoding_max_cached_requests,
+            config.suffix_decoding_max_cached_tokens,
+            drafter.answers.num_bytes / 2**20,
+        )
+    return drafter
 
 
 def hidden_layers(config: SpeculationConfig | None) -> tuple[int, ...]:

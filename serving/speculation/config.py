@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +16,26 @@ MOST = 2**31  # of any count
 # looked up at least. Where each is right 98 times in a hundred, which is the most that is believed,
 # all of so many are once in 170 times.
 MOST_GUESSED = 256
-SpeculationMethod = Literal["ngram", "draft_model", "eagle3", "grammar"]
+# Tokens of answers that are kept, of 44 bytes each; below the least no answer would have room.
+MOST_KEPT, LEAST_KEPT = 1 << 28, 1 << 10
+USUAL_GUESSES = 5  # at once, where the method has no better measure
+SpeculationMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "grammar"]
+_SUFFIX = (
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_cached_tokens",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+)
+_NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
+_MODEL = ("model", "provider", "threads", "kv_cache_tokens")
+_KEYS: Mapping[str, tuple[str, ...]] = {  # that a method has for itself
+    "ngram": _NGRAM,
+    "suffix": _SUFFIX,
+    "draft_model": _MODEL,
+    "eagle3": _MODEL,
+    "grammar": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +43,21 @@ class SpeculationConfig:
     """How tokens are guessed, with vLLM's names where it has them.
 
     Attributes:
-        method: "grammar" takes what the form of a request's output demands; "ngram" does, too, and
+        method: "grammar" takes what the form of a request's output demands. "ngram" does, too, and
             elsewhere takes what followed the last time that these tokens came in prompt and output;
+            "suffix" what followed most often, there and in the answers to earlier requests.
             "draft_model" asks a smaller model; "eagle3" a head that reads what the model made of
             the tokens before.
         num_speculative_tokens: most tokens that are guessed at once; how many really are is
-            chosen by what is measured to be right, and to pay.
+            chosen by what is measured to be right, and to pay. None: see `longest_draft`.
         prompt_lookup_max: the longest n-gram that is looked up; "ngram" only.
         prompt_lookup_min: the shortest; "ngram" only.
+        suffix_decoding_max_tree_depth: most tokens that are compared and guessed, together;
+            "suffix" only. For what follows likewise.
+        suffix_decoding_max_cached_requests: answers that are kept; 0: none.
+        suffix_decoding_max_cached_tokens: tokens of these answers, of 44 bytes each; not vLLM's.
+        suffix_decoding_max_spec_factor: tokens that are guessed for each that was found again.
+        suffix_decoding_min_token_prob: the least probability of a guess, by how often it followed.
         model: the artifact folder of the draft model, or of the head; "draft_model" and "eagle3"
             only, which need it. For what follows likewise.
         provider: what the draft model runs on; None: as the model it drafts for.
@@ -44,9 +71,14 @@ class SpeculationConfig:
     """
 
     method: SpeculationMethod
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_tokens: int = 1 << 21
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
     model: Path | None = None
     provider: str | None = None
     threads: int | None = None
@@ -59,8 +91,9 @@ class SpeculationConfig:
                 f"the speculation method is {self.method!r}; it must be one of "
                 f"{', '.join(get_args(SpeculationMethod))}"
             )
-        for name in ("num_speculative_tokens", "prompt_lookup_min"):
-            self._check_count(name, getattr(self, name), MOST_GUESSED)
+        if self.num_speculative_tokens is not None:
+            self._check_count("num_speculative_tokens", self.num_speculative_tokens, MOST_GUESSED)
+        self._check_count("prompt_lookup_min", self.prompt_lookup_min, MOST_GUESSED)
         for name in ("threads", "kv_cache_tokens", "disable_by_batch_size"):
             if getattr(self, name) is not None:
                 self._check_count(name, getattr(self, name))
@@ -70,7 +103,18 @@ class SpeculationConfig:
                 f"prompt_lookup_max is {self.prompt_lookup_max} and prompt_lookup_min "
                 f"{self.prompt_lookup_min}; raise the first or lower the second"
             )
+        self._check_suffix()
         self._check_method()
+
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens that are guessed at once: what was given, or what suits the method.
+
+        That is 5, and of "suffix", whose matches say how far to guess, its depth, as in vLLM.
+        """
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        return self.suffix_decoding_max_tree_depth if self.method == "suffix" else USUAL_GUESSES
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -106,27 +150,48 @@ class SpeculationConfig:
         model = given.get("model")
         return cls(**{**given, "model": None if model is None else Path(model)})
 
-    def _check_count(self, name: str, value: object, most: int = MOST) -> None:
+    def _check_count(self, name: str, value: object, most: int = MOST, least: int = 1) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not 1 <= cast(int, value) <= most:
-            raise CapacityError(f"{name} is {value!r}; it must be a whole number from 1 to {most}")
+        if not whole or not least <= cast(int, value) <= most:
+            raise CapacityError(
+                f"{name} is {value!r}; it must be a whole number from {least} to {most}"
+            )
+
+    def _check_suffix(self) -> None:
+        """Check what the method "suffix" takes."""
+        for name, least, most in (
+            ("suffix_decoding_max_tree_depth", 2, MOST_GUESSED),  # of one token nothing follows
+            ("suffix_decoding_max_cached_requests", 0, MOST),
+            ("suffix_decoding_max_cached_tokens", LEAST_KEPT, MOST_KEPT),
+        ):
+            self._check_count(name, getattr(self, name), most, least)
+        factor, depth = self.suffix_decoding_max_spec_factor, self.suffix_decoding_max_tree_depth
+        if not _is_number(factor) or not 1 <= factor * (depth - 1) < math.inf:
+            raise CapacityError(
+                f"suffix_decoding_max_spec_factor is {factor!r}; it must be a number from "
+                f"1 / {depth - 1} on: with less nothing would be guessed, for what was found again "
+                f"has {depth - 1} tokens at most (suffix_decoding_max_tree_depth {depth})"
+            )
+        least_probability = self.suffix_decoding_min_token_prob
+        if not _is_number(least_probability) or not 0 <= least_probability <= 1:
+            raise CapacityError(
+                f"suffix_decoding_min_token_prob is {least_probability!r}; it must be a number "
+                "from 0 to 1"
+            )
 
     def _check_method(self) -> None:
         """Refuse what would be ignored."""
-        foreign: tuple[str, ...] = ("model", "provider", "threads", "kv_cache_tokens")
-        if self.method in ("draft_model", "eagle3"):
-            if self.model is None:
-                needed = (
-                    "an artifact with the same tokenizer"
-                    if self.method == "draft_model"
-                    else "what `onnxport export HEAD FOLDER --target MODEL` made of a head"
-                )
-                raise CapacityError(
-                    f"the speculation method {self.method} needs a model: the folder of {needed}"
-                )
-            foreign = ("prompt_lookup_max", "prompt_lookup_min")
-        elif self.method == "grammar":
-            foreign += ("prompt_lookup_max", "prompt_lookup_min")
+        own = _KEYS[self.method]
+        if own is _MODEL and self.model is None:
+            needed = (
+                "an artifact with the same tokenizer"
+                if self.method == "draft_model"
+                else "what `onnxport export HEAD FOLDER --target MODEL` made of a head"
+            )
+            raise CapacityError(
+                f"the speculation method {self.method} needs a model: the folder of {needed}"
+            )
+        foreign = [name for name in (*_MODEL, *_NGRAM, *_SUFFIX) if name not in own]
         defaults = {one.name: one.default for one in fields(self)}
         given = [name for name in foreign if getattr(self, name) != defaults[name]]
         if given:
@@ -134,3 +199,7 @@ class SpeculationConfig:
                 f"the speculation method {self.method} does not use {', '.join(given)}; leave that "
                 "out"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

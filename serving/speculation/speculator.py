@@ -78,7 +78,7 @@ class Speculator:
             reader: the same, if it has to be told of the model's states.
         """
         self._reader = reader
-        self._asker = Asker(drafter, config.num_speculative_tokens, clock)
+        self._asker = Asker(drafter, config.longest_draft, clock)
         self._is_cheap = drafter.is_cheap
         self._config = config
         self._clock = clock
@@ -98,7 +98,7 @@ class Speculator:
         self._told = 1  # one more than the last of them, of whose states the reader is told
         self._late_s = 0.0  # when they have taken so much longer than they were to that it is over
         self._num_drafts = 0
-        self._accepted_at = [0] * config.num_speculative_tokens
+        self._accepted_at = [0] * config.longest_draft
         self._num_draft_tokens = 0
 
     @property
@@ -296,7 +296,7 @@ class Speculator:
 
     def _limits(self, requests: Sequence[Request]) -> list[int]:
         """Return the longest draft of each request: the last token of all comes by itself."""
-        most = self._config.num_speculative_tokens
+        most = self._config.longest_draft
         rooms = [one.max_total_tokens - len(one.tokens) - 1 for one in requests]
         return [most if room > most else room for room in rooms]
 

@@ -1,4 +1,4 @@
-"""Compiling grammars: once each, in threads of their own, within limits.
+"""Compiling a grammar, now and here, within limits.
 
 llguidance, and what is built on it, is imported with the first grammar: most processes see none.
 """
@@ -8,19 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import OnnxportError, OverloadedError, RequestError
+from onnxport.errors import RequestError
 from onnxport.serving.grammar import GrammarError
 from onnxport.serving.structured.automaton import Automaton
 from onnxport.serving.structured.expression import UnknownSyntaxError
@@ -30,24 +26,28 @@ from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from llguidance import LLMatcher
 
     from onnxport.serving.structured.sequence import SequenceGrammar
     from onnxport.serving.structured.source import Content
-    from onnxport.serving.structured.threads import CompileThreads
 
 logger = logging.getLogger(__name__)
 
-CLOSED = "the engine is closed and takes no more requests"
 NO_TOKENS = array("q")
 ROW = 100  # small expressions that are looked at together
 NOTHING_FITS = "NoExtension"  # why the library stops where no token may come, and no end either
 
 
-class _TooLateError(RequestError):
-    """Who waited has been told by now, and another time it may take less."""
+class TooLateError(RequestError):
+    """It was not compiled in time, and so no further; another time it may take less.
+
+    Attributes:
+        until_s: time of the monotonic clock; it is not tried again before.
+    """
+
+    def __init__(self, message: str, param: str, until_s: float) -> None:
+        super().__init__(message, param)
+        self.until_s = until_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class CompileLimits:
 
     Attributes:
         timeout_s: how long a request waits for its grammar.
+        refused_s: how long one that took longer is refused then, without being tried again.
         num_threads: grammars that are compiled at once.
         max_left: of those that took too long and are still compiled, while others take their turn.
         max_entries: grammars that are kept.
@@ -67,6 +68,7 @@ class CompileLimits:
     """
 
     timeout_s: float = 10.0
+    refused_s: float = 60.0
     num_threads: int = 2
     max_left: int = 4
     max_entries: int = 128
@@ -97,181 +99,6 @@ class CompiledGrammar:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Compiling:
-    """What is compiled, or will be, and how many wait for it."""
-
-    future: Future[CompiledGrammar]
-    num_waiting: int = 0
-
-
-class GrammarCompiler:
-    """Compiles grammars, and keeps those that were used last. Safe to use from any thread."""
-
-    def __init__(
-        self, vocabulary: Callable[[], Vocabulary], limits: CompileLimits | None = None
-    ) -> None:
-        """Compile nothing yet.
-
-        Args:
-            vocabulary: reads the model's tokens; called once, when they are first needed.
-            limits: None for the defaults.
-        """
-        self._limits = limits or CompileLimits()
-        self._read_vocabulary = vocabulary
-        self._threads: CompileThreads | None = None
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()
-        self._masks = KeptMasks()
-        # All below and _threads are guarded by _lock, but for _vocabulary, which is by _reading.
-        self._cache: OrderedDict[StructuredOutputs, _Compiling] = OrderedDict()
-        self._num_chars = 0
-        self._closed = False
-        self._vocabulary: Vocabulary | None = None
-
-    def compile(self, spec: StructuredOutputs) -> CompiledGrammar:
-        """Return a compiled grammar; waits for it.
-
-        Raises:
-            RequestError: it cannot be compiled, or not in time.
-            OverloadedError: others were compiled all the time.
-            OnnxportError: the engine is closed.
-        """
-        from concurrent.futures import CancelledError
-
-        with self._awaited(spec) as future:
-            with contextlib.suppress(TimeoutError, CancelledError):
-                future.exception(self._limits.timeout_s)
-            return self._result(spec, future)
-
-    async def prepare(self, spec: StructuredOutputs) -> CompiledGrammar:
-        """Return a compiled grammar; waits for it, and blocks no event loop.
-
-        Raises:
-            RequestError, OverloadedError: as `compile`.
-        """
-        import asyncio
-
-        loop, compiled = asyncio.get_running_loop(), asyncio.Event()
-
-        def tell(_: Future[CompiledGrammar]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(compiled.set)
-
-        with self._awaited(spec) as future:
-            future.add_done_callback(tell)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(compiled.wait(), self._limits.timeout_s)
-            return self._result(spec, future)
-
-    def close(self) -> None:
-        """Compile nothing more."""
-        with self._lock:
-            self._closed = True
-        if self._threads is not None:
-            self._threads.close()
-
-    @contextlib.contextmanager
-    def _awaited(self, spec: StructuredOutputs) -> Iterator[Future[CompiledGrammar]]:
-        """Give what is compiled, or will be, to one who waits for it.
-
-        Whoever is told that it takes too long may come back for it. But who waits no more, as its
-        client is gone, does not: what nobody else waits for is not begun then.
-        """
-        own = self._submit(spec)
-        try:
-            yield own.future
-        except OnnxportError:
-            raise
-        except BaseException:
-            self._forget(spec, own)
-            raise
-        finally:
-            with self._lock:
-                own.num_waiting -= 1
-
-    def _forget(self, spec: StructuredOutputs, own: _Compiling) -> None:
-        """Do not compile what the last one waited for, unless that has begun."""
-        with self._lock:
-            if own.num_waiting == 1 and own.future.cancel() and self._cache.get(spec) is own:
-                del self._cache[spec]
-                self._num_chars -= spec.num_chars
-
-    def _result(self, spec: StructuredOutputs, future: Future[CompiledGrammar]) -> CompiledGrammar:
-        """Return what was compiled, or raise why it was not."""
-        if future.cancelled():
-            raise OnnxportError(CLOSED)
-        if not future.done():
-            raise self._late(spec, future)
-        try:
-            return future.result()
-        except RequestError as error:  # which another request may have had first
-            raise RequestError(str(error), spec.where) from error
-
-    def _submit(self, spec: StructuredOutputs) -> _Compiling:
-        """Return what is compiled, or will be, for one more who waits for it."""
-        with self._lock:
-            own = self._cache.get(spec)
-            if own is None:
-                if self._closed:
-                    raise OnnxportError(CLOSED)
-                if self._threads is None:
-                    from onnxport.serving.structured.threads import CompileThreads
-
-                    limits = self._limits
-                    self._threads = CompileThreads(
-                        limits.num_threads, limits.max_left, "onnxport-grammar"
-                    )
-                own = _Compiling(self._threads.submit(partial(self._build, spec)))
-                self._cache[spec] = own
-                self._num_chars += spec.num_chars
-                self._evict()
-            self._cache.move_to_end(spec)
-            own.num_waiting += 1
-            return own
-
-    def _evict(self) -> None:
-        """Forget what was not used for longest; who still waits for it will get it all the same."""
-        limits = self._limits
-        while len(self._cache) > 1 and (
-            len(self._cache) > limits.max_entries or self._num_chars > limits.max_cached_chars
-        ):
-            spec, _ = self._cache.popitem(last=False)
-            self._num_chars -= spec.num_chars
-
-    def _late(
-        self, spec: StructuredOutputs, future: Future[CompiledGrammar]
-    ) -> RequestError | OverloadedError:
-        """Return the error of a grammar that was not compiled in time."""
-        timeout_s = self._limits.timeout_s
-        if not (future.running() or future.done()):
-            return OverloadedError(
-                f"{self._limits.num_threads} other grammars were being compiled for {timeout_s} s; "
-                "send the request again later",
-                timeout_s,
-            )
-        if self._threads is not None:
-            self._threads.leave(future)
-        return RequestError(_too_long(spec, self._limits), spec.where)
-
-    def _build(self, spec: StructuredOutputs) -> CompiledGrammar:
-        """Compile a grammar, in one of the threads."""
-        start_s = time.monotonic()
-        with self._reading:
-            if self._vocabulary is None:
-                self._vocabulary = self._read_vocabulary()
-        vocabulary = self._vocabulary
-        try:
-            compiled = compile_grammar(spec, vocabulary, self._limits, self._masks)
-        except _TooLateError:  # so it is begun again for one who comes back for it
-            with self._lock:
-                if self._cache.pop(spec, None) is not None:
-                    self._num_chars -= spec.num_chars
-            raise
-        logger.debug("compiled a %s in %.3f s", spec.kind, time.monotonic() - start_s)
-        return compiled
-
-
 def compile_grammar(
     spec: StructuredOutputs,
     vocabulary: Vocabulary,
@@ -288,6 +115,7 @@ def compile_grammar(
 
     Raises:
         RequestError: it is not valid, too large, or nothing fits it.
+        TooLateError: it takes too long.
     """
     from onnxport.serving.structured.source import grammar_of
 
@@ -322,18 +150,20 @@ def _check_contents(spec: StructuredOutputs, vocabulary: Vocabulary, limits: Com
     Small expressions are looked at many at once, and one by one only where something is wrong.
 
     Raises:
-        RequestError: says where, or that it took too long, so that no thread goes on for nobody.
+        RequestError: says where.
+        TooLateError: nobody waits any more, so that no thread goes on for nobody.
     """
     from onnxport.serving.structured.source import contents_of, row_of
 
     name, param = NAMES[spec.kind], spec.where
     until = time.monotonic() + limits.timeout_s
 
-    def check(grammar: str, told: str) -> None:
-        if time.monotonic() > until:
-            raise _TooLateError(_too_long(spec, limits), param)
-        matcher = _matcher(grammar, told, param, vocabulary, limits)
-        _first_ids(CompiledGrammar(vocabulary, matcher), told, param)
+    def check(grammar: str, what: str) -> None:
+        if (now := time.monotonic()) > until:
+            told = f"{too_long(spec, limits)}. It is refused for {limits.refused_s:.0f} s now"
+            raise TooLateError(told, param, now + limits.refused_s)
+        matcher = _matcher(grammar, what, param, vocabulary, limits)
+        _first_ids(CompiledGrammar(vocabulary, matcher), what, param)
 
     seen: set[str] = set()
     small: list[tuple[str, Content]] = []
@@ -354,7 +184,8 @@ def _check_contents(spec: StructuredOutputs, vocabulary: Vocabulary, limits: Com
             check(each.grammar, f"{each.place} of {name}")
 
 
-def _too_long(spec: StructuredOutputs, limits: CompileLimits) -> str:
+def too_long(spec: StructuredOutputs, limits: CompileLimits) -> str:
+    """Say that a grammar was not compiled in time."""
     return f"{NAMES[spec.kind]} took more than {limits.timeout_s} s to compile; make it smaller"
 
 

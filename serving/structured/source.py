@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import (
@@ -26,6 +25,7 @@ from onnxport.serving.channels import (
 from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
+from onnxport.serving.structured.gbnf import lark_of
 from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.structural import contents
@@ -71,7 +71,7 @@ _OPTIONS = re.compile(r"%llguidance\b.*")
 MOST_RULES = 2000  # of a grammar in GBNF, whose translation looks at all of them again and again
 SMALL_CHARS = 64  # of an expression that needs no look of its own
 _LARGE_COUNT = re.compile(r"\{[^}]*[0-9]{3}")
-_IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:", re.MULTILINE)
+_IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:(?!:=)", re.MULTILINE)
 CUT = "it ends in a backslash that escapes nothing; write two for a backslash"
 
 
@@ -267,7 +267,7 @@ def _lark(text: str, param: str) -> str:
             )
         _refuse_options(text, param)
         try:
-            text = _OPTIONS.sub("", gbnf_to_lark(text))
+            text = lark_of(text)
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
     plain = _ATOM.sub('""', text)  # texts may speak of anything, as descriptions do

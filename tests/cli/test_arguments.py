@@ -11,8 +11,14 @@ from typing import Any
 import pytest
 
 from onnxport.cli import build_parser, main
-from onnxport.cli.arguments import ENGINE_OPTIONS, engine_config, load_options
+from onnxport.cli.arguments import (
+    ENGINE_OPTIONS,
+    engine_config,
+    load_options,
+    structured_outputs,
+)
 from onnxport.cli.export import export_options
+from onnxport.cli.generate import prompts_of
 from onnxport.cli.sampling import sampling_params
 from onnxport.cli.serve import model_names
 from onnxport.cli.values import memory, seconds, size
@@ -22,6 +28,8 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.repetition import RepetitionDetection
+from onnxport.serving.structured.spec import StructuredOutputs
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -229,7 +237,9 @@ def test_sampling(command: list[str]) -> None:
 @pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
 def test_llama_cpp_s_sampling(command: list[str]) -> None:
     given = "--typical-p 0.9 --top-n-sigma 1.5 --xtc-probability 0.5 --xtc-threshold 0.2"
-    more = "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n 64"
+    more = "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n 64 "
+    more += "--repeat-last-n 32 --dynatemp-range 0.4 --dynatemp-exponent 2 --mirostat 2 "
+    more += "--mirostat-tau 4 --mirostat-eta 0.2"
     options = parse(*command, *given.split(), *more.split(), "--max-tokens", "5")
     assert sampling_params(options, SamplingDefaults(typical_p=0.5)) == SamplingParams(
         typical_p=0.9,
@@ -240,6 +250,12 @@ def test_llama_cpp_s_sampling(command: list[str]) -> None:
         dry_base=2.0,
         dry_allowed_length=3,
         dry_penalty_last_n=64,
+        repeat_last_n=32,
+        dynatemp_range=0.4,
+        dynatemp_exponent=2.0,
+        mirostat=2,
+        mirostat_tau=4.0,
+        mirostat_eta=0.2,
         max_tokens=5,
     )
     breakers = ("--dry-sequence-breaker", "a", "--dry-sequence-breaker", "b")
@@ -247,6 +263,65 @@ def test_llama_cpp_s_sampling(command: list[str]) -> None:
     assert (params.dry_sequence_breakers, params.typical_p) == (("a", "b"), 0.5)
     with pytest.raises(RequestError, match="xtc_probability is 2"):
         sampling_params(parse(*command, "--xtc-probability", "2"), SamplingDefaults())
+
+
+@pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
+def test_biases_and_answers_that_are_stuck(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--logit-bias", "42-100", "--logit-bias", "7+1.5", "--max-tokens", "5")
+    rule = ("--repetition-detection", '{"max_pattern_size": 9, "min_count": 2}')
+    params = sampling_params(parse(*command, *given, *rule), SamplingDefaults())
+    assert params == SamplingParams(
+        logit_bias={7: 1.5, 42: -100.0},
+        repetition_detection=RepetitionDetection(9, 0, 2),
+        max_tokens=5,
+    )
+    with pytest.raises(RequestError, match="has the token 7 twice"):
+        sampling_params(parse(*command, *given, "--logit-bias", "7+2"), SamplingDefaults())
+    with pytest.raises(RequestError, match="logit_bias is 101"):
+        sampling_params(parse(*command, "--logit-bias", "7+101"), SamplingDefaults())
+    for bad in ("7", "7=1", "+1", "7+", "7-inf", "a+1"):
+        with pytest.raises(SystemExit, match="2"):
+            parse(*command, "--logit-bias", bad)
+        assert f"{bad!r} is no bias" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
+def test_forms(command: list[str], tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "form.gbnf"
+    schema.write_text('{"enum": [1]}')
+    grammar.write_text('root ::= "a"')
+
+    def form(*given: str | Path) -> StructuredOutputs | None:
+        return structured_outputs(parse(*command, *map(str, given)))
+
+    assert form() is None
+    for name in ("--json-schema", "--json-schema-file"):
+        for one in (schema, schema.read_text()):
+            assert form(name, one) == StructuredOutputs(json=schema.read_text())
+    for name in ("--grammar", "--grammar-file"):
+        for one in (grammar, grammar.read_text()):
+            assert form(name, one) == StructuredOutputs(grammar=grammar.read_text())
+    assert form("--regex", "a+") == StructuredOutputs(regex="a+")
+    assert form("--choice", "a", "--choice", "b") == StructuredOutputs(choice=("a", "b"))
+    with pytest.raises(RequestError, match=r"--grammar names .*, which cannot be read"):
+        form("--grammar", tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        form("--regex", "a", "--choice", "b")
+
+
+def test_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("in a file\n\n")
+    given = parse("generate", "m", "--max-tokens", "5", "a", "b", "--file", str(file))
+    assert prompts_of(given) == ["a", "b", "in a file\n"]
+    assert prompts_of(parse("generate", "m", "-f", str(file))) == ["in a file\n"]
+    assert prompts_of(parse("generate", "m", "a", "--max-tokens", "5")) == ["a"]
+    with pytest.raises(RequestError, match="there is no prompt"):
+        prompts_of(parse("generate", "m"))
+    with pytest.raises(RequestError, match=r"--file names .*, which cannot be read"):
+        prompts_of(parse("generate", "m", "-f", str(tmp_path)))
 
 
 @pytest.mark.parametrize("command", [["serve", "m"], ["generate", "m", "x"], ["chat", "m"]])

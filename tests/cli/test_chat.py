@@ -19,6 +19,8 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import FORMATS, ReasoningFormat, reasoning_format
+from onnxport.serving.repetition import RepetitionDetection
+from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 
 from ..http.harmony import MARKS, RETURN, answer, message
@@ -52,10 +54,18 @@ def talk(
     max_tokens: int | None = None,
     source: str = TEMPLATE,
     budget: int | None = None,
+    form: StructuredOutputs | None = None,
+    stuck: RepetitionDetection | None = None,
 ) -> list[str]:
     """Say something, several times; returns what the model is given each time."""
     template = ChatTemplate({"default": source})
-    params = SamplingParams(max_tokens=max_tokens, thinking_token_budget=budget)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        thinking_token_budget=budget,
+        structured_outputs=form,
+        repetition_detection=stuck,
+    )
     conversation = Conversation(engine, template, params, None, reasoning=reasoning)
     prompts = []
     prepare = engine.prepare
@@ -110,6 +120,31 @@ def test_thoughts_have_a_budget(engine: Engine, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "<think>\nab\n</think>\n\ndef</think>yes\n"
     with pytest.raises(RequestError, match="not known how this model writes"):
         talk(engine, say("yes"), budget=2, reasoning=None)
+
+
+def test_an_answer_that_is_stuck_is_ended_and_that_is_told(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = RepetitionDetection(max_pattern_size=2, min_count=3)
+    talk(engine, say("so xyxyxyxyxy"), stuck=rule)
+    out, err = capsys.readouterr()
+    assert out == "so xyxyxy\n"
+    assert "repeating itself" in err
+    talk(engine, say("so xyxyxyxyxy"))
+    assert capsys.readouterr() == ("so xyxyxyxyxy\n", "")
+
+
+@pytest.mark.parametrize("budget", [None, 2])
+def test_a_form_is_that_of_the_answer(
+    engine: Engine, capsys: pytest.CaptureFixture[str], budget: int | None
+) -> None:
+    form = StructuredOutputs(regex="(yes|no)!")
+    talk(engine, say("<think>abcdef</think>yes, of course"), form=form, budget=budget)
+    thought = f"<think>\n{'abcdef'[:budget]}\n</think>\n\n"
+    answer = "yes!" if budget is None else "no!"  # the script is out of step behind a budget
+    assert capsys.readouterr().out == f"{thought}{answer}\n"
+    talk(engine, say("no way"), form=form, budget=budget)
+    assert capsys.readouterr().out == "no!\n"
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,9 @@ def test_errors_are_one_paragraph(
         ["generate", artifact, "x", "--json-schema", tmp_path / "missing.json"],
         ["generate", artifact, "x", "--json-schema", '{"type": 5}'],
         ["generate", artifact, "x", "--regex", "("],
+        ["generate", artifact],
+        ["generate", artifact, "--file", tmp_path / "missing.txt"],
+        ["generate", artifact, "x", "--logit-bias", "1+1", "--logit-bias", "1+2"],
         ["generate", artifact, "x", "--precision", "int8"],
         ["generate", checkpoint, "x", "--revision", "main"],
         ["generate", "./missing", "x"],
@@ -109,6 +112,8 @@ def test_errors_are_one_paragraph(
         ["chat", artifact, "--context-length", "64"],
         ["chat", artifact, "--chat-template", tmp_path],
         ["chat", artifact, "--chat-template-kwargs", '{"moood": 1}'],
+        ["chat", artifact, "--grammar", tmp_path / "missing.gbnf"],
+        ["chat", artifact, "--grammar", "root ::= nothing"],
         ["chat", artifact, "--thinking-token-budget", "3"],
         ["chat", artifact, "--thinking-token-budget", "-3"],
         ["serve", artifact, "--port", "0", "--api-key", ""],
@@ -146,6 +151,14 @@ def test_generate_in_a_form(artifact: Path, tmp_path: Path) -> None:
         done = onnxport("generate", artifact, "hello", "--no-trial", "--max-tokens", "40", *form)
         assert done.returncode == 0, done.stderr
         assert re.fullmatch(expected, done.stdout.strip()), done.stdout
+
+
+def test_chat_in_a_form(artifact: Path) -> None:
+    """The model is random: what fits does so by the grammar alone."""
+    given = ("--max-tokens", "40", "--grammar", 'root ::= "<" [ab]{2} ">"')
+    done = onnxport("chat", artifact, *given, stdin="hello\nyou\n")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch("(<[ab]{2}>\n){2}", done.stdout)
 
 
 def test_verify_finds_a_changed_file(

@@ -68,6 +68,8 @@ class FakeEngine:
     adapters: list[Adapter] = field(default_factory=list)
     compiled: list[StructuredOutputs] = field(default_factory=list)
     max_logprobs: int | None = 20
+    max_num_seqs: int = 4
+    num_unfinished: int = 0
 
     @property
     def most_prompts(self) -> int:
@@ -152,7 +154,8 @@ class Client:
         template: ChatTemplate | None = None,
     ) -> None:
         self.engine = engine
-        app = create_app(engine, MODEL, template or ChatTemplate.read(folder), options)
+        template = ChatTemplate.read(folder) if template is None else template
+        app = create_app(engine, MODEL, template, options)
         transport = httpx.ASGITransport(app)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://test")
 

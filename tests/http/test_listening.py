@@ -148,7 +148,8 @@ def test_a_socket_of_a_path(tmp_path: Path, start_server: StartServer) -> None:
     assert not path.exists()
 
 
-def test_what_is_at_a_path_already(tmp_path: Path) -> None:
+def test_what_is_at_a_path_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "server.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
@@ -159,9 +160,10 @@ def test_what_is_at_a_path_already(tmp_path: Path) -> None:
     assert path.exists()
     with pytest.raises(OnnxportError, match="a file that is no socket"), unix_socket(str(path)):
         pass
-    for bad in (tmp_path / "gone" / "server.sock", tmp_path / ("x" * 120), "a\0b"):
+    for bad in (tmp_path / "gone" / "server.sock", tmp_path / ("x" * 120), "a\0b", "\0a", ""):
         with pytest.raises(OnnxportError, match="--uds"), unix_socket(str(bad)):
             pass
+    assert [one.name for one in tmp_path.iterdir()] == ["server.sock"]
 
 
 def test_under_the_path_of_a_proxy(start_server: StartServer) -> None:

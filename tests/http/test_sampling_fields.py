@@ -105,8 +105,8 @@ def test_dry(ask: Ask) -> None:
         ({"dry_sequence_breakers": "ab"}, "dry_sequence_breakers"),
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"dry_allowed_length": 1.5}, "dry_allowed_length"),
-        ({"mirostat": 2}, "mirostat"),
-        ({"dynatemp_range": 0.5}, "dynatemp_range"),
+        ({"mirostat": 3}, "mirostat"),
+        ({"dynatemp_range": -0.5}, "dynatemp_range"),
     ],
 )
 def test_llama_cpp_s_fields_that_are_refused(ask: Ask, field: dict[str, Any], told: str) -> None:

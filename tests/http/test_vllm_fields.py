@@ -59,8 +59,8 @@ async def asked(client: Client, path: str, **fields: Any) -> SamplingParams:
         (OPENAI, "safety_identifier", ("s",)),
         (ALL[2:3], "enable_response_messages", (False,)),
         (ALL[2:3], "previous_input_messages", ([],)),
-        (ALL[2:3], "skip_special_tokens", (True,)),
-        (ALL[2:3], "include_stop_str_in_output", (False,)),
+        (ALL, "skip_special_tokens", (True,)),
+        (ALL, "include_stop_str_in_output", (False,)),
         (ALL[2:3], "max_tool_calls", (1, 5)),
         (ALL[2:3], "truncation", ("disabled", "auto")),
     ],
@@ -96,8 +96,6 @@ async def test_what_changes_nothing(
         (CHAT, "modalities", ["text", "audio"]),
         (CHAT, "verbosity", "low"),
         (ALL[2:3], "enable_response_messages", True),
-        (ALL[2:3], "skip_special_tokens", False),
-        (ALL[2:3], "include_stop_str_in_output", True),
     ],
 )
 async def test_what_would_change_something_is_refused(

@@ -21,6 +21,7 @@ from onnxport.serving.adapters.peft import AdapterContent, fingerprint
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
+from onnxport.serving.guesses import Guesses
 from onnxport.serving.intake import SEED_STEP
 from onnxport.serving.params import SamplingParams
 from tests.graphs.artifacts import SPEC
@@ -113,6 +114,7 @@ def adapter_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     config: dict[str, Any] | None = None,
+    speculator: Guesses | None = None,
     **options: Any,
 ) -> Engine:
     """Return an engine whose adapters are named by the seeds of their contents."""
@@ -121,6 +123,7 @@ def adapter_engine(
         model_type(null_options(**options)),
         config=EngineConfig(max_num_seqs, max_num_batched_tokens, 0, **config or {}),
         standby=standby,
+        speculator=speculator,
         base=SPEC,
     )
     for seed in adapters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.serving.drawing import RowParams, Thinning
+from onnxport.serving.drawing import Adapting, RowParams, Thinning
 from onnxport.serving.edits import NO_IDS, RowEdits
 
 Floats = NDArray[np.float32]
@@ -78,6 +78,10 @@ def mixed_batch(num_rows: int, vocab: int) -> tuple[Floats, list[RowParams]]:
         RowParams(1.2, 500, 0.95, thinning=Thinning(2.0, 0.6, 0.05)),
         RowParams(1.0, min_p=0.001, thinning=Thinning(0.0, 0.8)),
         RowParams(0.9, thinning=Thinning(xtc_threshold=0.02)),
+        RowParams(1.4, adapting=Adapting(0.2, 1.5)),
+        RowParams(1.4, 60, 0.9, adapting=Adapting(0.6)),
+        RowParams(1.0, adapting=Adapting(mirostat=1, mu=8.0)),
+        RowParams(0.8, adapting=Adapting(mirostat=2, mu=6.0)),
     ]
     params = []
     for i in range(num_rows):

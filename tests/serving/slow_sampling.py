@@ -37,6 +37,11 @@ def changed(
                 longer = [*output, token_id]
                 if longer[-len(word) :] == word:
                     values[token_id] = np.float32(-np.inf)
+    if params.repeat_last_n is not None:  # all penalties look at the same tokens
+        before = [*prompt, *output]
+        prompt = output = before[-params.repeat_last_n :] if params.repeat_last_n > 0 else before
+        if params.repeat_last_n == 0:
+            prompt = output = []
     for token_id in {*prompt, *output}:
         penalty = np.float32(params.repetition_penalty)
         value = values[token_id]
@@ -82,6 +87,50 @@ def probabilities(
         nucleus = [t for t in nucleus if t not in likely[:-1]]
         total = sum(weights[t] for t in nucleus)
     return {t: weights[t] / total for t in nucleus}
+
+
+def temperature_of(logits: Sequence[float], params: SamplingParams) -> float:
+    """The temperature of one token, by the entropy of all that may come."""
+    reach = params.dynatemp_range
+    finite = [one for one in logits if one > -math.inf]
+    if params.mirostat or not reach:
+        return params.temperature
+    weights = [math.exp(one - max(finite)) for one in finite]
+    chances = [weight / sum(weights) for weight in weights]
+    entropy = -sum(chance * math.log(chance) for chance in chances if chance)
+    most = math.log(len(finite))
+    share = min(1.0, max(0.0, entropy / most)) if most else 1.0
+    low, high = max(0.0, params.temperature - reach), params.temperature + reach
+    return low + (high - low) * share**params.dynatemp_exponent
+
+
+def mirostat(
+    logits: Sequence[float], params: SamplingParams, mu: float, vocab: int
+) -> dict[int, float]:
+    """The probability of each token that Mirostat leaves, the likeliest first, as in llama.cpp."""
+    ranked = sorted(range(len(logits)), key=lambda token_id: (-logits[token_id], token_id))
+    ranked = [token_id for token_id in ranked if logits[token_id] > -math.inf]
+    best = logits[ranked[0]]
+    weights = [math.exp((logits[t] - best) / params.temperature) for t in ranked]
+    chances = [weight / sum(weights) for weight in weights]
+    if params.mirostat == 2:
+        size = sum(chance >= 2.0**-mu for chance in chances)
+    else:
+        products = squares = 0.0
+        for i in range(min(100, len(ranked)) - 1):
+            rank = math.log((i + 2) / (i + 1))
+            products += rank * (logits[ranked[i]] - logits[ranked[i + 1]]) / params.temperature
+            squares += rank**2
+        size = 1
+        if squares:
+            falls = products / squares
+            beyond = falls - 1
+            base = 2**mu * (beyond / (1 - vocab**-beyond) if beyond else 1 / math.log(vocab))
+            log_k = math.log(base) / falls if falls else math.copysign(math.inf, base - 1)
+            size = len(ranked) if log_k > math.log(len(ranked)) else int(math.exp(log_k))
+    size = max(1, min(size, len(ranked)))
+    total = sum(chances[:size])
+    return {t: chance / total for t, chance in zip(ranked, chances[:size], strict=False)}
 
 
 def typical(weights: Sequence[float], ranked: Sequence[int], share: float) -> list[int]:

@@ -79,7 +79,7 @@ class Eager(Speculator):
     def propose(self, requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
         if self._asker.drafter is None:
             return {}
-        most = self._config.num_speculative_tokens
+        most = self._config.longest_draft
         lengths = []
         for one in requests:
             lengths.append(min(most, one.max_total_tokens - len(one.tokens) - 1, budget))
@@ -189,7 +189,7 @@ class Machine:
     def best(self) -> float:
         """Tokens a second with the best fixed length there is, 0 included."""
         rows, speeds = len(self.requests), []
-        for length in range(self.config.num_speculative_tokens + 1):
+        for length in range(self.config.longest_draft + 1):
             tokens = rows * sum(self.rate**place for place in range(length + 1))
             taken_s = self.step_s(rows * (1 + length)) + self.round_s * length
             speeds.append(tokens / taken_s)

@@ -404,13 +404,7 @@ def test_who_would_lose_its_slot_keeps_it_if_the_other_cannot_be_written(
     assert engine.stats().num_adapter_swaps == (not hidden)
 
 
-@pytest.mark.parametrize(
-    ("failure", "num_tried"),
-    [(AdapterError("too large"), 1), (CapacityError("memory"), 6), (ProviderError("device"), 6)],
-)
-def test_numbers_that_no_slot_holds_are_tried_once_for_all_that_wait(
-    failure: Exception, num_tried: int
-) -> None:
+def test_numbers_that_no_slot_holds_are_tried_once_for_all_that_wait() -> None:
     engine = few_slots(2, 1, {"scheduling_policy": "fair"}, model_type=Failing)
     engine.adapters.unload("0")
     model = null_model(engine)
@@ -419,15 +413,97 @@ def test_numbers_that_no_slot_holds_are_tried_once_for_all_that_wait(
         options: Any = {"tenant": f"{number % 2}", "priority": number % 3}
         submit(engine, f"{number}", PROMPT[:5], lengths(2), adapter="1", **options)
     submit(engine, "none", PROMPT[:5], lengths(2))
-    model.failure, model.writes = failure, 0
+    model.failure, model.writes = AdapterError("too large"), 0
     deltas = checked_step(engine)
-    assert model.writes == num_tried
+    assert model.writes == 1
     told = {one.request_id: one.error for one in deltas if one.finish_reason == "error"}
-    assert told == dict.fromkeys(map(str, range(6)), f"{type(failure).__name__}: {failure}")
+    assert told == dict.fromkeys(map(str, range(6)), "AdapterError: too large")
     model.failure = None
     engine.adapters.load("1", content(3), in_place=True)  # others of that name are not concerned
     submit(engine, "again", PROMPT, adapter="1")
     assert tokens(run(engine)["again"]) == alone_with(3, PROMPT)
+
+
+@pytest.mark.parametrize("failure", [CapacityError("memory"), ProviderError("device")])
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_device_that_cannot_write_is_asked_less_and_less_while_others_run(
+    failure: Exception, num_slots: int
+) -> None:
+    engine = few_slots(4, num_slots, model_type=Failing)
+    for name in ("0", "1"):
+        engine.adapters.unload(name)  # and the slots are free
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    submit(engine, "runs", PROMPT, lengths(60))
+    for number in range(7):
+        submit(engine, f"{number}", PROMPT[:5], lengths(2), adapter=f"{2 + number % 2}")
+    model.failure, model.writes = failure, 0
+    asked, ended = [], []
+    for step in range(20):
+        before = model.writes
+        deltas = checked_step(engine)
+        assert any(one.request_id == "runs" for one in deltas)
+        asked += [step] * (model.writes - before)
+        ended += [one.request_id for one in deltas if one.finish_reason == "error"]
+    assert asked == [0, 2, 5, 10, 19]
+    assert ended == ["0", "1", "2", "3", "4"]  # the one that it was tried for
+    model.failure = None
+    served = {}
+    for step in range(20, 60):
+        for one in checked_step(engine):
+            served.setdefault(one.request_id, (step, one.finish_reason))
+    assert {name: step for name, (step, _) in served.items() if name in "56"} == {
+        "5": 36,
+        "6": 36 if num_slots == 2 else 38,
+    }
+    submit(engine, "7", PROMPT, adapter="3")
+    submit(engine, "runs too", PROMPT, lengths(9))
+    run(engine)
+    assert engine._runtime.turns._num_failures == 0
+
+
+def test_who_cannot_get_a_slot_yet_does_not_starve_behind_a_stream_of_others() -> None:
+    engine = few_slots(3, 2, model_type=Failing)
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    for name in ("0", "1"):
+        submit(engine, f"first {name}", PROMPT[:3], lengths(6), adapter=name)
+    checked_step(engine)
+    submit(engine, "fails", PROMPT[:3], lengths(2), adapter="2")
+    submit(engine, "wants", PROMPT[:3], lengths(2), adapter="2")
+    model.failure = ProviderError("device")
+    started = []
+    for number in range(80):  # before one of either ends the next one comes
+        if number % 3 == 0:
+            submit(engine, f"0 {number}", PROMPT[:3], lengths(6), adapter="0")
+            submit(engine, f"1 {number}", PROMPT[:3], lengths(6), adapter="1")
+        deltas = checked_step(engine)
+        if any(one.finish_reason == "error" for one in deltas):
+            assert [one.request_id for one in deltas if one.finish_reason == "error"] == ["fails"]
+            model.failure = None
+        started += [one.request_id for one in deltas]
+        if "wants" in started:
+            break
+    assert "wants" in started
+    run(engine)
+
+
+def test_a_device_that_cannot_write_is_asked_once_a_step_while_nobody_runs() -> None:
+    engine = few_slots(2, 1, model_type=Failing)
+    engine.adapters.unload("0")
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    for number in range(6):
+        submit(engine, f"{number}", PROMPT[:5], lengths(2), adapter="1")
+    model.failure, model.writes = ProviderError("device"), 0
+    for step in range(4):
+        [ended] = checked_step(engine)
+        assert (ended.request_id, ended.finish_reason) == (f"{step}", "error")
+        assert model.writes == step + 1
+    model.failure = None
+    deltas = run(engine)
+    for name in ("4", "5"):
+        assert tokens(deltas[name]) == alone_with(1, PROMPT[:5], lengths(2))
 
 
 def test_a_device_that_is_lost_while_a_slot_is_written() -> None:

@@ -6,6 +6,7 @@ The null model's K/V and logits depend on the adapter of each row, and an empty 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from onnxport.errors import (
     UnknownAdapterError,
 )
 from onnxport.graphs.lora import LoraAdapter
+from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
 from onnxport.serving.engine import Engine
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from tests.graphs.artifacts import SPEC
 from tests.serving.adapting import (
@@ -370,6 +373,19 @@ def test_a_slot_that_cannot_be_emptied_is_used_again(caplog: pytest.LogCaptureFi
 # Another model takes over.
 
 
+class Narrow(NullModel):
+    """Takes adapters of rank 1."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, max_adapter_rank=1)
+
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        if adapter is not None and adapter.rank > 1:
+            raise CapacityError(f"the adapter's rank is {adapter.rank}")
+        super().set_adapter(slot, adapter)
+
+
 @settings(max_examples=examples(30), deadline=None)
 @given(lost=st.integers(0, 12), batched=st.sampled_from([4, 9, 40]), hidden=st.booleans())
 def test_a_model_that_takes_over_gets_all_adapters(lost: int, batched: int, hidden: bool) -> None:
@@ -394,17 +410,79 @@ def test_a_model_that_takes_over_gets_all_adapters(lost: int, batched: int, hidd
     assert set(names(engine)) == ({"0", "2", "next"} if hidden else {"0", "1", "2"})
 
 
-def test_a_model_without_enough_slots_cannot_take_over(caplog: pytest.LogCaptureFixture) -> None:
-    small = NullModel(null_options(max_adapters=1))
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_adapters_take_turns_where_a_model_with_fewer_slots_takes_over(
+    num_slots: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    spare = NullModel(null_options(max_adapters=num_slots))
+    engine = adapter_engine(
+        adapters=[0, 1, 2, 3], fallbacks=[spare], lost_at=lambda operation: operation == 4
+    )
+    for seed in (1, 3, 2):  # which is used last; nobody uses 0
+        submit(engine, str(seed), PROMPT, adapter=str(seed))
+    deltas: dict[str, list[CompletionDelta]] = {}
+    while null_model(engine) is not spare:
+        for one in checked_step(engine):
+            deltas.setdefault(one.request_id, []).append(one)
+    slots = {one.name for one in engine.adapters.loaded if engine.adapters.has_slot(one.number)}
+    assert slots == set(["2", "3", "1"][:num_slots])
+    without = ", ".join(repr(name) for name in ["2", "3", "1", "0"][num_slots:])
+    assert f"{num_slots} slots for adapters; without one are now: {without}" in caplog.text
+    for name, more in run(engine).items():
+        deltas[name] += more
+    for seed in (1, 3, 2):
+        assert tokens(deltas[str(seed)]) == alone_with(seed, PROMPT)
+    assert set(names(engine)) == {"0", "1", "2", "3"}
+    with pytest.raises(CapacityError, match="all 4 places for adapters in host memory are taken"):
+        engine.adapters.load("next", content(4))
+    engine.adapters.unload("1")
+    engine.adapters.load("next", content(4))
+    submit(engine, "next", PROMPT, adapter="next")
+    submit(engine, "0", PROMPT, adapter="0")
+    deltas = run(engine)
+    assert tokens(deltas["next"]) == alone_with(4, PROMPT)
+    assert tokens(deltas["0"]) == alone_with(0, PROMPT)
+
+
+def test_a_model_without_slots_or_with_smaller_ones_cannot_take_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    none = NullModel(null_options(max_adapters=0))
+    small = Narrow(null_options(max_adapters=2))
     good = NullModel(null_options(max_adapters=2))
     engine = adapter_engine(
-        adapters=[0, 1], fallbacks=[small, good], lost_at=lambda operation: operation == 2
+        adapters=[0, 1], fallbacks=[none, small, good], lost_at=lambda operation: operation == 2
     )
     submit(engine, "a", PROMPT, adapter="1")
     assert tokens(run(engine)["a"]) == alone_with(1, PROMPT)
     assert null_model(engine) is good
+    assert none.closed
     assert small.closed
-    assert "slot 2 holds an adapter, and null was loaded with 1 slots" in caplog.text
+    assert "2 adapters are loaded, and null was loaded without slots for any" in caplog.text
+    assert "rank is 2" in caplog.text
+
+
+def test_an_adapter_that_waits_and_is_too_large_for_who_takes_over_ends_its_requests() -> None:
+    small = Narrow(null_options(max_adapters=1))
+    engine = adapter_engine(
+        max_adapters=1,
+        config={"max_host_adapters": 2},
+        fallbacks=[small],
+        lost_at=lambda operation: operation == 1,
+    )
+    engine.adapters.load("small", content(0, rank=1))
+    engine.adapters.load("large", content(1, rank=2))
+    submit(engine, "a", PROMPT, adapter="small")
+    submit(engine, "b", PROMPT, adapter="large")
+    submit(engine, "c", PROMPT, adapter="large")
+    deltas = run(engine)
+    assert null_model(engine) is small
+    assert reasons(deltas["a"]) == ["length"]
+    for name in "bc":
+        [ended] = deltas[name]
+        assert ended.finish_reason == "error"
+        assert ended.error is not None
+        assert "has rank 2, and null, which took over, was loaded for ranks up to 1" in ended.error
 
 
 def test_a_device_that_is_lost_while_an_adapter_is_loaded() -> None:

@@ -43,9 +43,9 @@ class AdaptedMachine(properties.GuessingMachine, properties.LosingMachine):
     failure: Exception | None = None
 
     def standby(self, pool_tokens: int) -> dict[str, Any]:
-        self.num_slots = 1 + pool_tokens % 2
+        self.num_slots = [(1,), (2,), (2, 1), (3, 1, 2)][pool_tokens % 4]
         spares = super().standby(pool_tokens)
-        return {**spares, "max_adapters": self.num_slots, "max_host_adapters": PLACES}
+        return {**spares, "max_adapters": self.num_slots[0], "max_host_adapters": PLACES}
 
     def make_model(self, options: NullOptions) -> NullModel:
         return WritingModel(options, self.take_failure)
@@ -119,7 +119,7 @@ class AdaptedMachine(properties.GuessingMachine, properties.LosingMachine):
         if not hasattr(self, "engine"):
             return
         adapters, model = self.engine.adapters, null_model(self.engine)
-        held = {slot: _adapter_mark(one.weights) for slot, one in adapters._slots.items()}
+        held = {slot: _adapter_mark(one.weights) for slot, one in adapters._slots.filled.items()}
         assert model._adapters == held
         for request in self.engine._scheduler.running:
             assert adapters.slot_of(request.adapter) in {0, *held}

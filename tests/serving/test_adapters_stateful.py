@@ -23,12 +23,15 @@ PROMPTS = [[7], list(range(9)), list(range(26)), [*range(8), *range(100, 115)]]
 
 class Adapters(RuleBasedStateMachine):
     num_slots = places = SLOTS  # of the model, in host memory
+    spare_slots = (SLOTS, SLOTS)  # of the models that take over
 
     def __init__(self) -> None:
         super().__init__()
         self.losing = False
-        spare = null_options(num_blocks=30, max_adapters=self.num_slots, lost_at=self.lost)
-        spares = [NullModel(spare) for _ in range(2)]
+        spares = [
+            NullModel(null_options(num_blocks=30, max_adapters=slots, lost_at=self.lost))
+            for slots in self.spare_slots
+        ]
         self.num_spares = len(spares)
         self.engine = adapter_engine(
             num_blocks=20,
@@ -134,10 +137,11 @@ class Adapters(RuleBasedStateMachine):
         self.engine.check()
         assert {each.name for each in self.engine.adapters.loaded} == set(self.loaded)
         num_filled = len(null_model(self.engine)._adapters)
-        if self.num_slots == self.places:
+        num_slots = self.engine.capabilities.max_adapters
+        if {self.num_slots, *self.spare_slots} == {self.places}:
             assert num_filled == len(self.used())
         else:
-            assert num_filled <= min(self.num_slots, len(self.used()))
+            assert num_filled <= min(num_slots, len(self.used()))
             for request in self.engine._scheduler.running:  # an assertion where it has no slot
                 self.engine.adapters.slot_of(request.adapter)
         assert self.engine.stats().adapter_requests == {
@@ -157,10 +161,19 @@ class FewSlots(Adapters):
     """The same, with adapters that wait for a slot."""
 
     num_slots, places = 1, 3
+    spare_slots = (2, 1)
+
+
+class FewerSlots(Adapters):
+    """The same, where those that take over have fewer."""
+
+    num_slots = places = 3
+    spare_slots = (1, 2)
 
 
 TestAdapters = Adapters.TestCase
 TestFewSlots = FewSlots.TestCase
-TestAdapters.settings = TestFewSlots.settings = settings(
+TestFewerSlots = FewerSlots.TestCase
+TestAdapters.settings = TestFewSlots.settings = TestFewerSlots.settings = settings(
     max_examples=examples(25), stateful_step_count=40, deadline=None
 )

@@ -560,6 +560,12 @@ def test_the_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     assert places == sorted(places)
     for name in ("small", "large"):
         assert text.count(results.BEGIN.format(name)) == text.count(results.END.format(name)) == 1
+    begin, end = results.BEGIN.format("small"), results.END.format("small")
+    for damaged in (text.replace(begin, ""), text.replace(end, ""), f"{end}\n{begin}\n", text * 2):
+        path.write_text(damaged)
+        with pytest.raises(SystemExit, match="mend it"):
+            results.write_section(path, "small", ["third"])
+        assert path.read_text() == damaged
 
 
 @pytest.mark.slow

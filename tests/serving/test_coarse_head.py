@@ -83,6 +83,14 @@ LEFT_OUT: list[dict[str, Any]] = [  # by what llama.cpp has
     {"seed": 5, "typical_p": 0.9, "top_k": 9, "xtc_probability": 1.0, "n": 3},
     {"temperature": 0.0, "dry_multiplier": 3.0, "dry_sequence_breakers": ()},
 ]
+ADAPTING: list[dict[str, Any]] = [  # to the row, or to what came before
+    {"seed": 6, "dynatemp_range": 0.8, "top_k": 9},
+    {"seed": 7, "mirostat": 2, "mirostat_tau": 2.0, "n": 2},
+    {"seed": 8, "mirostat": 1, "allowed_token_ids": [5, 700, 9000, 9001]},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "repeat_last_n": 20},
+    {"seed": 9, "dynatemp_range": 1.0},
+    {"seed": 10, "mirostat": 1, "temperature": 0.6},
+]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": (9, 5000, 77)},
@@ -142,9 +150,11 @@ def generated(llm: LLM, mixes: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=["few", "drawn", "mixed", "left out"])
+@pytest.fixture(scope="module", params=["few", "drawn", "mixed", "left out", "adapting"])
 def mixes(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return {"few": FEW, "drawn": DRAWN, "mixed": MIXED, "left out": LEFT_OUT}[request.param]
+    return {"few": FEW, "drawn": DRAWN, "mixed": MIXED, "left out": LEFT_OUT, "adapting": ADAPTING}[
+        request.param
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +187,7 @@ def test_the_tokens_are_the_same(
     found, stats = completions(wide_artifact, mixes, **options)
     assert found == expected
     assert told.few > 50
-    assert (told.all > 50) == any(mixes is one for one in (MIXED, LEFT_OUT))
+    assert (told.all > 50) == any(mixes is one for one in (MIXED, LEFT_OUT, ADAPTING))
     assert (stats.num_preemptions > 0) == ("kv_cache_tokens" in options)
     assert stats.prefix_cache_hits > 0
 

@@ -40,6 +40,8 @@ MIXES: Sequence[dict[str, Any]] = (
         "xtc_probability": 0.4,
         "top_n_sigma": 3.0,
     },
+    {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5, "presence_penalty": 0.5},
+    {"dynatemp_range": 0.6, "repetition_penalty": 1.3, "repeat_last_n": 5},
     {"skip_reading_prefix_cache": True},
     {"allowed_token_ids": (9, 20, 31), "repetition_detection": RepetitionDetection(3, 1, 2)},
 )
@@ -296,7 +298,7 @@ class LosingMachine(TieredMachine):
 
     tiers = ({}, *TieredMachine.tiers)
     sizes = ((2, None), (16, None), (4, 3), (32, 2), (3, 1), (1, None))  # block size, rows
-    num_slots = 0  # for adapters
+    num_slots: Sequence[int] = (0,)  # for adapters, of one after the other, again and again
 
     def standby(self, pool_tokens: int) -> dict[str, Any]:
         self.losing = 0
@@ -311,7 +313,7 @@ class LosingMachine(TieredMachine):
                 one_table=len(models) % 2 == 0,
                 max_model_len=512,
                 max_batch_rows=rows,
-                max_adapters=self.num_slots,
+                max_adapters=self.num_slots[(len(models) + 1) % len(self.num_slots)],
                 fails=lambda run: self.run_fails,
                 transfer_fails=lambda transfer: self.transfer_fails,
                 lost_at=self.lost_at,

@@ -37,6 +37,9 @@ MIXES: list[dict[str, Any]] = [
     {"allowed_token_ids": range(0, 512, 7), "frequency_penalty": 1.5},
     {"top_k": 40, "repetition_penalty": 0.8, "presence_penalty": 2.0},
     {"dry_multiplier": 2.0, "dry_sequence_breakers": (), "typical_p": 0.9, "xtc_probability": 0.5},
+    {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.3, "frequency_penalty": 0.5},
+    {"dynatemp_range": 0.7, "top_p": 0.9, "repetition_penalty": 1.3, "repeat_last_n": 6},
+    {"mirostat": 1, "mirostat_tau": 4.0, "allowed_token_ids": range(0, 512, 3)},
 ]
 PARAMS = [
     SamplingParams(

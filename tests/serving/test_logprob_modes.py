@@ -28,7 +28,7 @@ from tests.serving.helpers import null_engine, run, submit, tokens
 from tests.serving.prophet import Prophet
 from tests.serving.samplers import ISAS, sampler_named
 from tests.serving.sampling_cases import make_edits, make_logits, make_mask
-from tests.serving.slow_sampling import changed, probabilities
+from tests.serving.slow_sampling import changed, probabilities, temperature_of
 from tests.serving.structured import tokenizer
 from tests.serving.test_sampling_engine import null_logits
 from tests.serving.tokenizers_for_tests import byte_level
@@ -43,6 +43,7 @@ MIXES: Mapping[str, dict[str, Any]] = {
         **{"temperature": 1.2, "seed": 9, "top_n_sigma": 2.0, "typical_p": 0.8, "top_p": 0.95},
         **{"xtc_probability": 1.0, "xtc_threshold": 0.02},
     },
+    "moving": {"temperature": 0.9, "seed": 10, "dynatemp_range": 0.6, "top_p": 0.9},
     "greedy": {},
     "greedy, cut": {"top_k": 5, "top_p": 0.4, "min_p": 0.3},
     "one": {"temperature": 0.7, "top_k": 1, "seed": 1},
@@ -76,6 +77,8 @@ def expected(
     if mode in ("processed_logprobs", "processed_logits"):
         values = changed(logits, params, PROMPT, output, TOKENIZER.eos_token_ids, encode)
         if params.temperature > 0.0:
+            temperature = temperature_of(values, params)
+            params = replace(params, temperature=temperature, dynatemp_range=0.0)
             kept = probabilities(values, replace(params, top_k=params.top_k or VOCAB))
             if params.top_k == 1:
                 kept = {max(kept, key=lambda one: kept[one]): 1.0}
@@ -289,7 +292,7 @@ def test_every_field_of_a_row_is_known_here() -> None:
     """Who adds one that changes what is drawn adds it to `processed`, and then to this list."""
     assert RowParams._fields == (
         *("temperature", "top_k", "top_p", "uniform", "num_logprobs", "min_p", "edits", "mask"),
-        "thinning",
+        *("thinning", "adapting"),
     )
 
 

@@ -140,7 +140,7 @@ def quickly(logits: Floats, row: RowParams) -> set[int]:
         top_p=st.sampled_from([0.01, 0.3, 0.9, 0.9999, 1.0]),
         uniform=st.floats(0, 1, exclude_max=True),
         min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.01]),
-        **dict.fromkeys(("num_logprobs", "edits", "mask", "thinning"), st.none()),
+        **dict.fromkeys(("num_logprobs", "edits", "mask", "thinning", "adapting"), st.none()),
     ),
     masked=st.booleans(),
 )

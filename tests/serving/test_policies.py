@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import StepPlan
+from onnxport.serving.room import NO_ROOM
 from onnxport.serving.waiting import NO_BARS
 from tests.serving.bench import Bench, group, make_request, name_of, names, rows
 from tests.tiers import examples
@@ -367,6 +368,184 @@ def test_those_that_run_go_on_where_nobody_would_start_in_their_place() -> None:
         plan = bench.step(loading=["loads"])
         assert names(plan.preempted) == []
         assert rows(plan) == [("low", past, 1), ("lower", past, 1)]
+
+
+def test_nobody_yields_where_the_turn_is_of_one_that_does_not_fit() -> None:
+    bench = Bench(num_blocks=40, rows=2, policy="fair")
+    bench.submit("equal", 3, priority=0, tenant="x")
+    bench.submit("low", 3, priority=1, tenant="x")
+    bench.step()
+    bench.submit("wide", 3, priority=0, tenant="z", n=2)
+    bench.submit("urgent", 3, priority=0, tenant="y", timeout_s=1)  # as many rows: it came later
+    for past in (3, 4):
+        plan = bench.step()
+        assert (names(plan.preempted), rows(plan)) == (
+            [],
+            [("equal", past, 1), ("low", past, 1)],
+        )
+    bench.finish("equal")
+    plan = bench.step()
+    assert (names(plan.preempted), rows(plan)) == (["low"], [("wide", 0, 3)])
+
+
+def test_others_yield_to_the_one_whose_turn_it_is() -> None:
+    bench = Bench(num_blocks=40, rows=3, policy="fair")
+    bench.submit("equal", 3, priority=0, tenant="x")
+    for name in ("low", "lower"):
+        bench.submit(name, 3, priority=1, tenant="x")
+    bench.step()
+    bench.submit("wide", 3, priority=0, tenant="z", n=2)
+    bench.submit("urgent", 3, priority=0, tenant="y", timeout_s=1)
+    plan = bench.step()
+    assert names(plan.preempted) == ["lower", "low"]
+    assert rows(plan) == [("equal", 3, 1), ("wide", 0, 3)]
+
+
+def test_others_yield_to_as_many_as_the_tokens_are_for_in_one_step() -> None:
+    bench = Bench(num_blocks=40, rows=4, budget=10, policy="priority")
+    for name in ("a", "b", "c", "d"):
+        bench.submit(name, 2, priority=5)
+    bench.step()
+    for name, priority in (("one", 1), ("two", 1), ("three", 2), ("four", 3)):
+        bench.submit(name, 4, priority=priority)
+    plan = bench.step()
+    assert names(plan.preempted) == ["d", "c", "b"]  # `four` would get no token
+    assert rows(plan) == [("a", 2, 1), ("one", 0, 4), ("two", 0, 4), ("three", 0, 1)]
+    plan = bench.step()
+    assert names(plan.preempted) == ["a"]
+    assert rows(plan)[-2:] == [("three", 1, 3), ("four", 0, 4)]
+
+
+def test_nobody_yields_to_one_behind_one_that_has_to_wait() -> None:
+    bench = Bench(num_blocks=8, rows=4, budget=40, policy="priority")
+    bench.submit("first", 9, priority=0)  # three blocks of eight
+    bench.submit("low", 2, priority=3)
+    bench.submit("lower", 2, priority=4)
+    bench.step()
+    bench.submit("fits", 9, priority=1)  # the last three
+    bench.submit("large", 16, priority=1)  # four, of which two would be there
+    bench.submit("small", 2, priority=1)
+    plan = bench.step()
+    assert (names(plan.preempted), rows(plan)[-1]) == ([], ("fits", 0, 9))
+    assert names(bench.step().preempted) == []
+
+
+def test_others_yield_for_no_row_of_one_that_waits_for_a_block() -> None:
+    bench = Bench(num_blocks=40, rows=2, policy="priority")
+    bench.submit("low", 3, priority=1)
+    bench.submit("lower", 3, priority=1)
+    bench.step()
+    for name in ("one", "two"):
+        bench.submit(name, [*PREFIX, ord(name[0])], priority=0, cached=True)
+    plan = bench.step()
+    assert (names(plan.preempted), rows(plan)) == (["lower"], [("low", 3, 1), ("one", 0, 13)])
+    plan = bench.step()
+    assert (names(plan.preempted), rows(plan)) == (["low"], [("one", 13, 1), ("two", 12, 1)])
+
+
+def test_nobody_yields_to_one_behind_one_that_waits_for_a_block_without_a_row() -> None:
+    bench = Bench(num_blocks=40, rows=3, policy="priority")
+    for name in ("low", "lower", "lowest"):
+        bench.submit(name, 3, priority=1)
+    bench.step()
+    for name in ("one", "two"):
+        bench.submit(name, [*PREFIX, ord(name[0])], priority=0, cached=True)
+    bench.submit("three", 1, priority=0)
+    plan = bench.step()
+    assert names(plan.preempted) == ["lowest"]
+    assert rows(plan)[-1] == ("one", 0, 13)
+    assert names(bench.step().preempted) == ["lower", "low"]
+
+
+def test_nobody_yields_where_tokens_are_left_for_nobody() -> None:
+    bench = Bench(num_blocks=40, rows=3, budget=4, policy="priority")
+    for name in ("low", "lower"):
+        bench.submit(name, 1, priority=5)
+    bench.step()
+    bench.submit("long", 7, priority=0)
+    bench.step()
+    bench.submit("high", 2, priority=1)
+    for past in (2, 4):  # `long` takes what there is beside those that decode
+        plan = bench.step()
+        assert names(plan.preempted) == []
+        assert rows(plan) == [
+            ("low", past // 2 + 1, 1),
+            ("lower", past // 2 + 1, 1),
+            ("long", past, 2),
+        ]
+    plan = bench.step()
+    assert names(plan.preempted) == ["lower"]
+    assert rows(plan) == [("long", 6, 1), ("low", 4, 1), ("high", 0, 2)]
+
+
+def test_a_higher_priority_does_not_wait_for_a_block_that_a_lower_one_is_to_compute() -> None:
+    bench = Bench(num_blocks=40, rows=4, budget=4, policy="priority")
+    bench.submit("low", [*PREFIX, 1], priority=2, cached=True)
+    assert rows(bench.step()) == [("low", 0, 4)]
+    bench.submit("other", 20, priority=1)  # it takes all tokens that a higher priority leaves
+    bench.submit("high", [*PREFIX, 2], priority=0, cached=True)
+    assert rows(bench.step()) == [("high", 4, 4)]
+    assert rows(bench.step()) == [("high", 8, 4)]
+    assert rows(bench.step())[0] == ("high", 12, 1)
+
+
+def test_a_prompt_yields_to_one_with_the_same_beginning() -> None:
+    bench = Bench(num_blocks=40, rows=1, budget=4, policy="priority")
+    bench.submit("low", [*PREFIX, 1], priority=1, cached=True)
+    bench.step()
+    bench.submit("high", [*PREFIX, 2], priority=0, cached=True)
+    plan = bench.step()
+    assert (names(plan.preempted), rows(plan)) == (["low"], [("high", 4, 4)])
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(
+    policy=st.sampled_from(["priority", "fair"]),
+    num_blocks=st.integers(5, 14),
+    rows_=st.integers(1, 5),
+    spare=st.integers(0, 30),
+    late=st.integers(1, 4),
+    data=st.data(),
+)
+def test_somebody_starts_in_the_place_of_whoever_yields(
+    policy: SchedulingPolicy,
+    num_blocks: int,
+    rows_: int,
+    spare: int,
+    late: int,
+    data: st.DataObject,
+) -> None:
+    """Whatever waits: wide ones, some that load, common beginnings, turns of others."""
+    bench = Bench(num_blocks=num_blocks, rows=rows_, budget=rows_ + spare, policy=policy)
+    planner, longest = bench.scheduler.planner, num_blocks * 4 - 4
+    limits: dict[str, int] = {}
+    for step in range(20):
+        for _ in range(data.draw(st.integers(0, 2))):
+            name = f"{step}.{len(limits)}."
+            tokens = [data.draw(st.integers(0, 1))] * data.draw(st.integers(1, longest - 1))
+            bench.submit(
+                name,
+                tokens,
+                n=data.draw(st.integers(1, rows_)),
+                cached=data.draw(st.booleans()),
+                priority=data.draw(st.integers(2, 3) if step < late else st.integers(0, 3)),
+                tenant=data.draw(st.sampled_from("xyz")),
+            )
+            limits[name] = data.draw(st.integers(len(tokens) + 1, longest + 1))
+        waiting = list(bench.scheduler.waiting)
+        loading = [one for one in waiting if data.draw(st.integers(0, 5)) == 0]
+        as_it_is = planner._fill(rows_ + spare, NO_ROOM, None, loading)
+        chosen = planner._choose(rows_ + spare, None, loading)
+        gained = chosen.starting - as_it_is.starting
+        for one in chosen.preempted:
+            if one not in as_it_is.preempted:
+                assert gained
+                assert one.rank > min(other.rank for other in gained)
+        plan = bench.step(loading=names(loading))
+        for row in plan.sampled:
+            for one in group(plan.requests[row]):
+                if len(one.tokens) >= limits[one.request_id]:
+                    bench.finish(name_of(one))
 
 
 # Requests whose adapters wait for a slot.

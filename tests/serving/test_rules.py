@@ -69,6 +69,7 @@ mixes = st.fixed_dictionaries(
         "repetition_penalty": st.sampled_from([0.5, 1.1, 3.0]),
         "presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
         "frequency_penalty": st.sampled_from([-1.0, 0.3, 2.0]),
+        "repeat_last_n": st.sampled_from([None, -1, 0, 1, 3, 8, 64]),
         "logit_bias": st.dictionaries(token_ids, st.sampled_from([-100.0, -1.5, 2.0, 100.0])),
         "bad_words": st.lists(words, max_size=3),
         "allowed_token_ids": st.lists(token_ids, min_size=12),
@@ -282,6 +283,7 @@ def test_tokens_that_are_assumed_ban_what_written_ones_do(
         {"repetition_penalty": 1.5},
         {"presence_penalty": 1.5, "bad_words": ["a", "bcd", "c d"]},
         {"frequency_penalty": 0.5, "logit_bias": {7: -1.0, 8: -2.0}},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.1, "repeat_last_n": 6},
         {"min_tokens": 4, "bad_words": ["f"], "repetition_penalty": 1.1},
     ],
 )

@@ -40,6 +40,7 @@ mixes = st.fixed_dictionaries(
         "repetition_penalty": st.sampled_from([0.6, 1.5]),
         "presence_penalty": st.sampled_from([-2.0, 1.0]),
         "frequency_penalty": st.sampled_from([-1.0, 2.0]),
+        "repeat_last_n": st.sampled_from([None, -1, 0, 4, 64]),
         "logit_bias": st.dictionaries(token_ids, st.sampled_from([-100.0, 4.0]), max_size=4),
         "bad_words": st.lists(st.sampled_from(["a", "bc", "the sea", "é"]), max_size=2),
         "allowed_token_ids": st.lists(token_ids, min_size=8, max_size=30),

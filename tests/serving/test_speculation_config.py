@@ -10,7 +10,11 @@ from onnxport.cli import build_parser
 from onnxport.cli.arguments import engine_config
 from onnxport.errors import CapacityError
 from onnxport.serving.config import EngineConfig
+from onnxport.serving.speculation.build import build_speculator
 from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.continuations import longest_drafts
+from onnxport.serving.speculation.forced import ForcedDrafter
+from onnxport.serving.speculation.suffix import SuffixDrafter
 
 
 def test_ngram() -> None:
@@ -29,7 +33,7 @@ def test_draft_model() -> None:
     assert config.model == Path("a/b")
     assert config.provider == "openvino"
     assert config.threads == 2
-    assert config.num_speculative_tokens == 5
+    assert config.longest_draft == 5
 
 
 def test_eagle3() -> None:
@@ -38,25 +42,97 @@ def test_eagle3() -> None:
     assert SpeculationConfig.parse(text) == expected
 
 
+def test_suffix() -> None:
+    text = (
+        '{"method": "suffix", "num_speculative_tokens": 9, "suffix_decoding_max_tree_depth": 12, '
+        '"suffix_decoding_max_cached_requests": 0, "suffix_decoding_max_cached_tokens": 5000, '
+        '"suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0}'
+    )
+    assert SpeculationConfig.parse(text) == SpeculationConfig(
+        "suffix",
+        9,
+        suffix_decoding_max_tree_depth=12,
+        suffix_decoding_max_cached_requests=0,
+        suffix_decoding_max_cached_tokens=5000,
+        suffix_decoding_max_spec_factor=2,
+        suffix_decoding_min_token_prob=0,
+    )
+
+
+def test_suffix_has_the_defaults_of_vllm() -> None:
+    config = SpeculationConfig("suffix")
+    assert config.suffix_decoding_max_tree_depth == 24
+    assert config.suffix_decoding_max_cached_requests == 10_000
+    assert config.suffix_decoding_max_spec_factor == 1.0
+    assert config.suffix_decoding_min_token_prob == 0.1
+
+
+def test_how_many_tokens_are_guessed_at_most() -> None:
+    assert SpeculationConfig("ngram").longest_draft == 5
+    assert SpeculationConfig.parse('{"method": "ngram", "num_speculative_tokens": null}') == (
+        SpeculationConfig("ngram")
+    )
+    assert SpeculationConfig("suffix").longest_draft == 24
+    assert SpeculationConfig("suffix", suffix_decoding_max_tree_depth=64).longest_draft == 64
+    assert SpeculationConfig("suffix", 3).longest_draft == 3
+
+
+def test_suffix_is_built_as_the_config_says(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = SpeculationConfig("suffix", suffix_decoding_max_cached_tokens=1 << 16)
+    speculator = build_speculator(config, Path("nowhere"), "cpu", 64)
+    forced = speculator._asker.drafter
+    assert isinstance(forced, ForcedDrafter)
+    drafter = forced._otherwise
+    assert isinstance(drafter, SuffixDrafter)
+    assert drafter.answers is not None
+    assert drafter._longest == longest_drafts(24, 1.0)
+    assert drafter._least == 0.1
+    assert "the last 10000, of at most 65536 tokens in all, in 3 MiB of memory" in caplog.text
+    assert len(speculator.counters.accepted_per_position) == 24
+    caplog.clear()
+    build_speculator(
+        SpeculationConfig("suffix", suffix_decoding_max_cached_requests=0), Path("a"), "cpu", 64
+    )
+    assert not caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "not JSON"),
         ("[1]", "with a method"),
         ("{}", "with a method"),
-        ('{"method": "medusa"}', "'medusa'; it must be one of ngram, draft_model, eagle3, grammar"),
+        ('{"method": "medusa"}', "'medusa'; it must be one of ngram, suffix, draft_model, eagle3"),
         ('{"method": "ngram", "lookup": 3, "a": 1}', "has 'a', 'lookup', which is not known"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens is '5'"),
         ('{"method": "ngram", "num_speculative_tokens": 257}', "from 1 to 256"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "is True"),
-        ('{"method": "ngram", "num_speculative_tokens": null}', "is None"),
         ('{"method": "ngram", "prompt_lookup_max": 1}', "prompt_lookup_min 2; raise the first"),
         ('{"method": "ngram", "disable_by_batch_size": 0}', "disable_by_batch_size is 0"),
         ('{"method": "ngram", "model": "a"}', "ngram does not use model"),
         ('{"method": "ngram", "provider": "cpu"}', "ngram does not use provider"),
         ('{"method": "grammar", "model": "a"}', "grammar does not use model"),
         ('{"method": "grammar", "prompt_lookup_max": 9}', "does not use prompt_lookup_max"),
+        ('{"method": "ngram", "suffix_decoding_max_tree_depth": 9}', "ngram does not use suffix_"),
+        ('{"method": "grammar", "suffix_decoding_min_token_prob": 0.5}', "grammar does not use"),
+        ('{"method": "suffix", "prompt_lookup_max": 9}', "suffix does not use prompt_lookup_max"),
+        ('{"method": "suffix", "model": "a"}', "suffix does not use model"),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', "number from 2 to 256"),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 257}', "number from 2 to 256"),
+        ('{"method": "suffix", "suffix_decoding_max_cached_requests": -1}', "number from 0 to"),
+        ('{"method": "suffix", "suffix_decoding_max_cached_tokens": 1023}', "number from 1024 to"),
+        ('{"method": "suffix", "suffix_decoding_max_cached_tokens": 1e6}', "is 1000000.0"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": 0}', "a number from 1 / 23 on"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": 0.043}', "from 1 / 23 on"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": true}', "is True; it must be"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": NaN}', "is nan; it must be"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": Infinity}', "is inf; it must"),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": 1.1}', "number from 0 to 1"),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": "0.1"}', "number from 0 to 1"),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": NaN}', "number from 0 to 1"),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": null}', "number from 0 to 1"),
         ('{"method": "draft_model"}', "needs a model: the folder of an artifact with the same"),
         ('{"method": "eagle3"}', "`onnxport export HEAD FOLDER --target MODEL`"),
         ('{"method": "eagle3", "model": "a", "prompt_lookup_min": 1}', "eagle3 does not use"),

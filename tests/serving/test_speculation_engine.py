@@ -25,6 +25,7 @@ from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.speculation.speculator import Speculator
+from onnxport.serving.speculation.suffix import SuffixDrafter
 from onnxport.serving.stats import SpeculationCounters
 from tests.serving.helpers import (
     alone,
@@ -297,7 +298,7 @@ class Stubborn:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["stubborn", "model", "ngram"])
+@pytest.mark.parametrize("drafter", ["stubborn", "model", "ngram", "suffix"])
 def test_samples_have_the_distribution_of_the_target(drafter: str) -> None:
     number = 3000
     options = NullOptions(vocab_size=TOKENS, num_blocks=256, block_size=4)
@@ -305,6 +306,7 @@ def test_samples_have_the_distribution_of_the_target(drafter: str) -> None:
         "stubborn": Stubborn,
         "model": lambda: ModelDrafter(Doubtful(options), 64, TOKENS),
         "ngram": lambda: NgramDrafter(2, 1),
+        "suffix": lambda: SuffixDrafter(6, 3.0, 0.0, most_answers=50, most_tokens=1024),
     }[drafter]()
     engine = null_engine(
         vocab_size=TOKENS, speculator=speculator(chosen), max_queued_requests=number
@@ -353,7 +355,7 @@ def test_metrics_have_the_names_of_vllm() -> None:
             for place, count in enumerate(done.accepted_per_position)
         },
     }
-    assert len(found) == 3 + CONFIG.num_speculative_tokens
+    assert len(found) == 3 + CONFIG.longest_draft
     assert done.num_accepted_tokens > 0
     text, _ = Metrics("m", null_engine().stats, lambda: CACHE).render()
     assert b"spec_decode" not in text

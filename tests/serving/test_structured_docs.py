@@ -64,5 +64,6 @@ def test_limits() -> None:
         limits.max_entries,
         limits.max_cached_chars,
         limits.timeout_s,
+        round(limits.refused_s),
     ):
         assert re.search(rf"\b{number}\b", PAGE), number

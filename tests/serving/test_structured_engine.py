@@ -18,7 +18,8 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import ReasoningSplitter, Thought
-from onnxport.serving.structured.compiler import CompileLimits, GrammarCompiler
+from onnxport.serving.structured.cache import GrammarCompiler
+from onnxport.serving.structured.compiler import CompileLimits
 from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary

@@ -18,11 +18,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
-from onnxport.serving.structured import compiler
+from onnxport.serving.structured import cache, compiler
+from onnxport.serving.structured.cache import GrammarCompiler
 from onnxport.serving.structured.compiler import (
     CompiledGrammar,
     CompileLimits,
-    GrammarCompiler,
     compile_grammar,
 )
 from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES, StructuredOutputs
@@ -207,14 +207,14 @@ class Builds:
         self.texts: list[str] = []
         self.go = threading.Event()
         self.go.set()
-        really: Callable[..., CompiledGrammar] = compiler.compile_grammar
+        really: Callable[..., CompiledGrammar] = cache.compile_grammar
 
         def build(spec: StructuredOutputs, *rest: Any) -> CompiledGrammar:
             self.texts.append(spec.text)
             assert self.go.wait(PATIENCE_S)
             return really(spec, *rest)
 
-        monkeypatch.setattr(compiler, "compile_grammar", build)
+        monkeypatch.setattr(cache, "compile_grammar", build)
 
 
 @pytest.fixture
@@ -346,7 +346,8 @@ def test_a_process_that_ends_waits_for_what_the_library_compiles() -> None:
     """For a while: a thread of it that comes back into Python afterwards would end in a crash."""
     code = (
         "from tests.serving.tokenizers_for_tests import EOS, byte_level; "  # and no jsonschema
-        "from onnxport.serving.structured.compiler import GrammarCompiler, CompileLimits; "
+        "from onnxport.serving.structured.cache import GrammarCompiler; "
+        "from onnxport.serving.structured.compiler import CompileLimits; "
         "from onnxport.serving.structured.spec import StructuredOutputs; "
         "from onnxport.serving.structured.vocabulary import Vocabulary; "
         "from onnxport.serving.tokenizer import Tokenizer; "

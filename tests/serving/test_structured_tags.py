@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import replace
@@ -13,8 +14,9 @@ import pytest
 
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
-from onnxport.serving.structured import compiler
-from onnxport.serving.structured.compiler import ROW, GrammarCompiler
+from onnxport.serving.structured import cache, compiler
+from onnxport.serving.structured.cache import GrammarCompiler
+from onnxport.serving.structured.compiler import ROW
 from onnxport.serving.structured.edges import times_of
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 from onnxport.serving.structured.structural import (
@@ -529,17 +531,49 @@ def test_many_small_expressions_are_looked_at_together(
 
 
 def test_looking_at_contents_ends_when_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one who asks has it looked at anew."""
+    """The next one who asks is refused, too, for a while; then it is looked at anew."""
     made = count(monkeypatch)
     spec = form(tag("<", some("or", *[regex(f"[a-c]{{1,300}}{one}") for one in range(9)]), ">"))
-    now = iter(range(10**6))
-    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    own = GrammarCompiler(vocabulary, replace(LIMITS, timeout_s=5.0))
+    now_s, tick_s = 0.0, 1.0
+
+    def monotonic() -> float:
+        nonlocal now_s
+        now_s += tick_s
+        return now_s
+
+    for each in (compiler, cache):
+        monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=monotonic))
+    own = GrammarCompiler(vocabulary, replace(LIMITS, timeout_s=5.0, refused_s=30.0))
+    told = r"took more than 5\.0 s to compile; make it smaller\. It is refused for 30 s now"
     for times in (1, 2):
-        with pytest.raises(RequestError, match=r"took more than 5\.0 s to compile") as caught:
-            own.compile(spec)
-        assert caught.value.param == "structured_outputs.structural_tag"
+        for _ in range(9):
+            with pytest.raises(RequestError, match=told) as caught:
+                own.compile(spec)
+            assert caught.value.param == "structured_outputs.structural_tag"
+            assert len(made) == times * 5
+        with pytest.raises(RequestError, match=told) as caught:
+            asyncio.run(own.prepare(replace(spec, param="response_format")))
+        assert caught.value.param == "response_format"
         assert len(made) == times * 5
+        now_s += 30.0
+    tick_s = 0.001  # it takes less now
+    assert own.compile(spec)
+    own.close()
+
+
+def test_what_took_too_long_is_forgotten_like_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count(monkeypatch)
+    specs = [form(tag("<", regex(f"[a-c]{{1,300}}{one}"), ">")) for one in range(3)]
+    own = GrammarCompiler(vocabulary, replace(LIMITS, max_entries=2))
+    now = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(cache, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    for spec in (*specs, *specs):
+        with pytest.raises(RequestError, match="took more than"):
+            own.compile(spec)
+        assert len(own._cache) <= 2
+    assert own._num_chars == sum(spec.num_chars for spec in specs[1:])
+    assert made == []
     own.close()
 
 

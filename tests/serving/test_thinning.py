@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
-from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning
+from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning, thinned
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampling import Position, row_params
 from tests.serving.samplers import Sampler, sampler_named
@@ -240,3 +240,106 @@ def test_bad_values_are_refused(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=name) as error:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert error.value.param == name
+
+
+# Many tokens, of which few are looked at.
+
+MANY = 40_009
+
+
+def spread(kind: str, seed: int) -> Floats:
+    """A row that is flat, peaked, made of lumps that a sample misses, or of many equal values."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(0, 1, MANY)
+    if kind == "wide":
+        values *= 4
+    elif kind == "peaks":
+        values[rng.integers(0, MANY, 30)] += 14
+    elif kind == "lumps":  # what is sampled, 16 of 256 values, differs from all the others
+        values[np.arange(MANY) % 256 >= 16] += rng.choice([-2.0, 2.0])
+    elif kind == "steps":
+        values = np.round(values * 4)
+    elif kind == "one":
+        values[rng.integers(MANY)] += 20
+    elif kind == "holes":
+        values[rng.random(MANY) < 0.4] = -np.inf
+    return values.astype(np.float32)
+
+
+SPREADS = ("flat", "wide", "peaks", "lumps", "steps", "one", "holes")
+
+
+def left_of(logits: Floats, row: RowParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """What is drawn from, in its order, and the ends of each token's share."""
+    ids, weights = thinned(logits, row)
+    sums = weights.cumsum()
+    return ids, sums / sums[-1]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    kind=st.sampled_from(SPREADS),
+    seed=st.integers(0, 9),
+    temperature=st.sampled_from([0.2, 0.5, 1.0, 2.0, 30.0]),
+    thinning=st.sampled_from(
+        [Thinning(typical_p=share) for share in (0.005, 0.1, 0.5, 0.9, 0.999)]
+        + [Thinning(xtc_threshold=threshold) for threshold in (0.0, 1e-9, 1e-4, 1e-3, 0.1, 0.9)]
+        + [Thinning(0.0, 0.9, 0.1), Thinning(0.0, 0.6, 1e-4)]
+    ),
+    top_p=st.sampled_from([1.0, 1.0, 0.9]),
+    number=st.floats(0, 1, exclude_max=True),
+)
+def test_few_of_many_tokens_are_looked_at(
+    kind: str, seed: int, temperature: float, thinning: Thinning, top_p: float, number: float
+) -> None:
+    """What NumPy draws, which sorts them all, or what is next to it but for rounding."""
+    logits = spread(kind, seed)
+    row = RowParams(temperature, None, top_p, number, thinning=thinning)
+    found = [sampler_named(name).sample(logits[None], [row]) for name in SAMPLERS[1:]]
+    assert found[0] == found[1] == found[2]
+    ids, ends = left_of(logits, row)
+    likely = {
+        float(logits[ids[min(int(np.searchsorted(ends, number + off, "right")), len(ids) - 1)]])
+        for off in np.linspace(-NUDGE, NUDGE, 41)
+    }
+    [token] = found[0].token_ids
+    value = float(logits[token])
+    assert min(likely) - 1e-4 <= value <= max(likely) + 1e-4
+
+
+@pytest.mark.parametrize("name", SAMPLERS[1:])
+@pytest.mark.parametrize(
+    "thinning", [Thinning(typical_p=0.9), Thinning(typical_p=0.3), Thinning(xtc_threshold=2e-5)]
+)
+def test_many_tokens_are_drawn_as_often_as_their_probabilities(
+    name: str, thinning: Thinning
+) -> None:
+    """By numbers all over [0, 1); of equal ones each in its turn."""
+    logits = spread("steps", 3)
+    row = RowParams(1.5, thinning=thinning)
+    number = 300
+    rows = [row._replace(uniform=(i + 0.5) / number) for i in range(number)]
+    drawn = sampler_named(name).sample(np.repeat(logits[None], number, axis=0), rows).token_ids
+    ids, ends = left_of(logits, row)
+    places = {token: place for place, token in enumerate(ids.tolist())}
+    for token, one in zip(drawn, rows, strict=True):
+        end = ends[places[token]]
+        start = ends[places[token] - 1] if places[token] else 0.0
+        assert start - NUDGE <= one.uniform <= end + NUDGE
+
+
+@pytest.mark.parametrize("name", SAMPLERS[1:])
+def test_one_token_of_many_has_nearly_all_probability(name: str) -> None:
+    """XTC leaves it in where it alone is likely; without it, what is left weighs little."""
+    logits = spread("one", 4)
+    top = int(logits.argmax())
+    rows = [
+        RowParams(1.0, uniform=number, thinning=Thinning(xtc_threshold=threshold))
+        for threshold in (0.1, 1e-9)
+        for number in (0.0, 0.3, 0.7)
+    ]
+    drawn = sampler_named(name).sample(np.repeat(logits[None], 6, axis=0), rows).token_ids
+    assert drawn[:3] == [top] * 3
+    ids, _ = left_of(logits, rows[3])
+    assert drawn[3] == ids[0]
+    assert top not in drawn[3:]

@@ -33,6 +33,7 @@ from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.forced import ForcedDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
+from onnxport.serving.speculation.suffix import SuffixDrafter
 from onnxport.serving.stats import SpeculationCounters
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
@@ -65,11 +66,13 @@ AXES: Mapping[str, Sequence[str]] = {
             "scored",
             "best",
             "llama.cpp",
+            "mirostat",
+            "moving",
         ),
         "stopped",
     ),
     "structure": ("none", "json", "regex", "choice", "grammar"),
-    "speculation": ("none", "ngram", "draft", "forced"),
+    "speculation": ("none", "ngram", "suffix", "draft", "forced"),
     # Of two or three: slots for all, or for fewer than there are.
     "adapter": ("none", "one", "mixed", "few"),
     "blocks": ("cold", "warm", "uncached", "recompute", "recompute-uncached", "swap"),
@@ -97,6 +100,14 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
     "llama.cpp": {
         **{"temperature": 0.9, "seed": 14, "top_n_sigma": 4.0, "typical_p": 0.95},
         **{"xtc_probability": 0.5, "dry_multiplier": 1.0},
+    },
+    "mirostat": {
+        **{"temperature": 0.9, "seed": 18, "mirostat": 2, "mirostat_tau": 2.0, "n": 2},
+        **{"mirostat_eta": 0.4, "presence_penalty": 0.5, "repeat_last_n": 12},
+    },
+    "moving": {
+        **{"temperature": 0.8, "seed": 17, "dynatemp_range": 0.6, "dynatemp_exponent": 1.5},
+        **{"repetition_penalty": 1.2, "repeat_last_n": 16, "top_p": 0.95},
     },
     "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "is")},
     "early": {"temperature": 0.0, "min_tokens": 9},
@@ -232,6 +243,9 @@ class World:
             return None
         if method == "ngram":
             return NgramDrafter(3, 1)
+        if method == "suffix":  # which keeps the answers of all cases
+            drafter = SuffixDrafter(24, 2.0, 0.1, most_answers=1000, most_tokens=1 << 16)
+            return ForcedDrafter(drafter)
         if method == "forced":
             return ForcedDrafter()
         model = self._load(self.draft, "cpu", LoadOptions(kv_cache_tokens=1024))
@@ -462,7 +476,7 @@ def test_what_was_swept_did_happen(world: World) -> None:
     for event in ("abort", "unload", "unload without a slot", "preemption, few slots"):
         assert world.happened[event] > 0, world.happened
     assert world.num_loaded > 0
-    for method in ("ngram", "draft", "forced"):
+    for method in ("ngram", "suffix", "draft", "forced"):
         assert world.num_accepted[method] > 0, world.num_accepted
     for lane in ("cpu", "cpu-int8"):
         assert world.model(lane).capabilities.takes_exact_logits == (matmul_isa() is not None)

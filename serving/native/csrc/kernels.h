@@ -47,9 +47,27 @@ struct Split {
   int32_t* places;
 };
 
+// Of some values the sums of the weights, and of each times its logarithm to the base 2.
+struct Tally {
+  static constexpr int kEdges = 3;
+  double weights, logs;
+  double above[kEdges];  // the weights of those that are at least an edge
+};
+
+// Three brackets, none of which reaches above the end of the one before.
+struct Brackets {
+  Bracket each[3];
+};
+
 // Of the finite ones of some values, as far as they are below the largest of all.
 struct Moments {
   double sum, squares, count;
+};
+
+// Of values within reach of the largest of all: the sums of their weights at the temperature 1, and of these
+// times how far each is below it; and how many of all are finite.
+struct Spread {
+  double weights, products, count;
 };
 
 struct Kernels {
@@ -89,6 +107,18 @@ struct Kernels {
   double (*split)(const float* values, int64_t count, float least, Weighing weighing,
                   const Bracket* brackets, const float* ahead, Split& split);
 
+  // Tallies the values below `top`, for one edge, and without the logarithms. Every 128 weights are
+  // summed up in float, and these sums in double.
+  Tally (*tally)(const float* values, int64_t count, Weighing weighing, float top, float edge);
+
+  // Tallies all values, for Tally::kEdges edges.
+  Tally (*tally_all)(const float* values, int64_t count, Weighing weighing, const float* edges);
+
+  // As gather: the values that are in any of the brackets, whose ends are above -inf. As many
+  // values of `ahead` are brought near; null: none.
+  int64_t (*list)(const float* values, int64_t count, const Brackets& brackets, const float* ahead,
+                  float* found, int32_t* places);
+
   // As gather: the values of a bracket.
   int64_t (*gather_between)(const float* values, int64_t count, Bracket bracket, float* found,
                             int32_t* places);
@@ -105,6 +135,9 @@ struct Kernels {
 
   // How many bits are set.
   int64_t (*count_bits)(const uint32_t* mask, int64_t words);
+
+  // The spread of values[count], of which `maximum` is the largest.
+  Spread (*spread)(const float* values, int64_t count, float maximum);
 };
 
 // Null where this build cannot run them.

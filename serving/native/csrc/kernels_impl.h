@@ -204,6 +204,102 @@ double split(const float* values, int64_t count, float least, Weighing by,
   return total;
 }
 
+// The sums of sixteen lanes in double precision.
+class Sums {
+ public:
+  void operator+=(const Vec& x) {
+    for (int p = 0; p < kParts; p++) {
+      Half half[2];
+      memcpy(half, &x.part[p], sizeof half);
+      for (int i = 0; i < 2; i++) part_[2 * p + i] += __builtin_convertvector(half[i], Doubles);
+    }
+  }
+
+  double total() const {
+    double lanes[kLanes], total = 0.0;
+    memcpy(lanes, part_, sizeof lanes);
+    for (int i = 0; i < kLanes; i++) total += lanes[i];
+    return total;
+  }
+
+ private:
+  typedef float Half __attribute__((vector_size(kBytes / 2)));
+  typedef double Doubles __attribute__((vector_size(kBytes)));
+  Doubles part_[2 * kParts] = {};
+};
+
+constexpr int64_t kTogether = 128;  // values whose weights are summed up in float
+
+// With that many of the edges, and the logarithms where there are all.
+template <int kEdges>
+static inline onnxport::Tally tally_by(const float* values, int64_t count, Weighing by, float top,
+                                       const float* edges) {
+  constexpr bool kWithLogs = kEdges == onnxport::Tally::kEdges;
+  const Floats least = Floats{} - 127.f;  // the logarithm of what weighs nothing
+  const Vec end = splat(top), none = splat(0.f);
+  Vec bounds[kEdges];
+  for (int e = 0; e < kEdges; e++) bounds[e] = splat(edges[e]);
+  Sums weights, logs, above[kEdges];
+  for (int64_t first = 0; first < count; first += kTogether) {
+    const int64_t last = first + kTogether < count ? first + kTogether : count;
+    Vec sum = none, products = none, parts[kEdges];
+    for (int e = 0; e < kEdges; e++) parts[e] = none;
+    sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
+      __builtin_prefetch(values + place + kAhead);
+      for (int p = 0; p < kParts; p++) {
+        const Floats log = (x.part[p] - by.maximum) * by.scale;
+        Floats w = part_exp2(log);
+        if (!kWithLogs) w = x.part[p] < end.part[p] ? w : Floats{};
+        sum.part[p] += w;
+        if (kWithLogs) products.part[p] += w * (log > least ? log : least);
+        for (int e = 0; e < kEdges; e++) {
+          parts[e].part[p] = add_where(parts[e].part[p], reaches(x.part[p], bounds[e].part[p]), w);
+        }
+      }
+    });
+    weights += sum;
+    if (kWithLogs) logs += products;
+    for (int e = 0; e < kEdges; e++) above[e] += parts[e];
+  }
+  onnxport::Tally tally{weights.total(), logs.total(), {}};
+  for (int e = 0; e < kEdges; e++) tally.above[e] = above[e].total();
+  return tally;
+}
+
+onnxport::Tally tally(const float* values, int64_t count, Weighing by, float top, float edge) {
+  return tally_by<1>(values, count, by, top, &edge);
+}
+
+onnxport::Tally tally_all(const float* values, int64_t count, Weighing by, const float* edges) {
+  return tally_by<onnxport::Tally::kEdges>(values, count, by, INFINITY, edges);
+}
+
+int64_t list(const float* values, int64_t count, const onnxport::Brackets& brackets,
+             const float* ahead, float* found, int32_t* places) {
+  if (!ahead) ahead = values;
+  Vec lower[3], upper[3];
+  for (int b = 0; b < 3; b++) {
+    lower[b] = splat(brackets.each[b].lower);
+    upper[b] = splat(brackets.each[b].upper);
+  }
+  int64_t size = 0;
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    __builtin_prefetch(ahead + place);
+    uint32_t bits = 0;
+    for (int p = 0; p < kParts; p++) {
+      Found inside{};
+      for (int b = 0; b < 3; b++) {
+        inside |= without(reaches(x.part[p], lower[b].part[p]),
+                          reaches(x.part[p], upper[b].part[p]));
+      }
+      bits |= bits_of(inside) << (p * kPartLanes);
+    }
+    size = append_places(bits, place, places, size);
+  });
+  fetch(values, places, size, found);
+  return size;
+}
+
 int64_t gather_between(const float* values, int64_t count, onnxport::Bracket bracket, float* found,
                        int32_t* places) {
   const Vec lower = splat(bracket.lower), upper = splat(bracket.upper);
@@ -282,8 +378,34 @@ int64_t count_bits(const uint32_t* mask, int64_t words) {
   return found;
 }
 
+onnxport::Spread spread(const float* values, int64_t count, float maximum) {
+  constexpr float kReach = 87.f, kLog2E = 1.44269504f;  // exp(-87) is about the least above 0
+  const Vec lowest = splat(-__FLT_MAX__), bound = splat(maximum - kReach), top = splat(maximum);
+  const Vec one = splat(1.f);
+  onnxport::Spread all{0.0, 0.0, 0.0};
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec weights = splat(0.f), products = weights, number = weights;
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+      const Vec w = weight(x, maximum, kLog2E);
+      for (int p = 0; p < kParts; p++) {
+        const Found weighs = reaches(x.part[p], bound.part[p]);
+        const Floats below = x.part[p] - top.part[p];
+        weights.part[p] = add_where(weights.part[p], weighs, w.part[p]);
+        products.part[p] = add_where(products.part[p], weighs, w.part[p] * below);
+        number.part[p] = add_where(number.part[p], reaches(x.part[p], lowest.part[p]), one.part[p]);
+      }
+    });
+    all.weights += sum_of(weights);
+    all.products += sum_of(products);
+    all.count += sum_of(number);
+  }
+  return all;
+}
+
 constexpr onnxport::Kernels kKernels{
     ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
-    gather_bucket, split, gather_between, copy_allowed, before, moments, count_bits};
+    gather_bucket, split, tally, tally_all, list, gather_between, copy_allowed, before, moments,
+    count_bits, spread};
 
 }  // namespace

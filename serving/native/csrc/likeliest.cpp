@@ -27,16 +27,6 @@ void make_keys(const Candidates& all, std::vector<uint64_t>& keys) {
   for (int64_t i = 0; i < all.size; i++) keys[static_cast<size_t>(i)] = key_of(all.values[i], i);
 }
 
-// Whether a range can be divided into buckets: its length and what that is divided by are finite.
-bool is_divisible(Range range) {
-  const float length = range.maximum - range.minimum;
-  return length > 1e-30f && length < INFINITY;
-}
-
-Bucketing divide(Range range) {
-  return {range.maximum, static_cast<float>(kBuckets) / (range.maximum - range.minimum)};
-}
-
 // The key of the `size`-th largest.
 uint64_t last_key(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch) {
   std::vector<uint64_t>& keys = scratch.keys;
@@ -76,6 +66,15 @@ float select(float* values, int64_t count, int64_t size) {
 }
 
 }  // namespace
+
+bool is_divisible(Range range) {
+  const float length = range.maximum - range.minimum;
+  return length > 1e-30f && length < INFINITY;
+}
+
+Bucketing divide(Range range) {
+  return {range.maximum, static_cast<float>(kBuckets) / (range.maximum - range.minimum)};
+}
 
 double total_of(const Kernels& kernels, const Row& row, float scale, Scratch& scratch) {
   const int64_t chunks = num_chunks(row.count);
@@ -120,6 +119,20 @@ Candidates gather(const Kernels& kernels, const Row& row, float least, int64_t s
   const int64_t count = kernels.gather(row.values, row.count, row.summary.groups, least,
                                        head.values.data(), head.places.data());
   return count < size ? all : head.first(count);
+}
+
+Candidates reaching(const Kernels& kernels, const Row& row, const Candidates& all, float least,
+                    Shelf& shelf) {
+  shelf.make_room(all.size);
+  const bool is_row = all.values == row.values && all.size == row.count;
+  const int64_t count =
+      kernels.gather(all.values, all.size, is_row ? row.summary.groups : nullptr, least,
+                     shelf.values.data(), shelf.places.data());
+  for (int64_t i = 0; i < count; i++) {
+    int32_t& place = shelf.places[static_cast<size_t>(i)];
+    place = all.place(place);
+  }
+  return shelf.first(count);
 }
 
 Candidates largest(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch) {

@@ -14,6 +14,10 @@ struct Row {
   rows::Summary summary;
 };
 
+// Whether a range can be divided into buckets: its length and what that is divided by are finite.
+bool is_divisible(Range range);
+Bucketing divide(Range range);
+
 // The sum of the weights of all, for the row's maximum; those of the chunks stay in scratch.sums,
 // and in scratch.factors what makes of a chunk's own weights those.
 // The row's summary has the sums for that scale from then on.
@@ -25,6 +29,10 @@ float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& 
 // Those of a row that are at least `least`, in scratch.head; all of it, if these are fewer than `size`.
 Candidates gather(const Kernels& kernels, const Row& row, float least, int64_t size,
                   Scratch& scratch);
+
+// Those of a row's candidates that are at least `least`, on a shelf.
+Candidates reaching(const Kernels& kernels, const Row& row, const Candidates& all, float least,
+                    Shelf& shelf);
 
 // The `size` largest, of equals the first ones, in their order; in scratch.kept, if not all.
 Candidates largest(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch);

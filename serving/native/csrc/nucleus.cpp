@@ -4,25 +4,20 @@
 #include <cmath>
 #include <limits>
 
+#include "sample.h"
+
 namespace onnxport {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kHead = 10.0;         // exp(-10): tokens that are looked at first
-constexpr int64_t kMany = 16384;       // candidates that are worth a look at a sample before
-constexpr int64_t kEvery = 16;         // of so many runs of 16 values one is in the sample
 constexpr int64_t kLeastSample = 512;  // values; fewer say nothing
 constexpr double kDeviations = 3.0;    // how far a sample may be wrong
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kWidest = 0.25;       // a bracket of a larger part of all saves nothing
 
-// Takes every kEvery-th run of 16 values.
-void take_sample(const Kernels& kernels, const Row& row, Scratch& s) {
-  constexpr int64_t kRun = 16;
-  s.sample.clear();
-  for (int64_t i = 0; i + kRun <= row.count; i += kEvery * kRun) {
-    s.sample.insert(s.sample.end(), row.values + i, row.values + i + kRun);
-  }
+void look_at_sample(const Kernels& kernels, const Row& row, Scratch& s) {
+  take_sample(row.values, row.count, s);
   const int64_t size = static_cast<int64_t>(s.sample.size());
   s.sample_minimum = kernels.scan(s.sample.data(), size).minimum;
 }
@@ -136,7 +131,7 @@ int32_t draw_above(const Kernels& kernels, const Row& row, float least, bool has
     near = std::max(least, static_cast<float>(row.range.maximum - head));
   }
   const bool many = row.count > kMany;
-  if (many) take_sample(kernels, row, s);
+  if (many) look_at_sample(kernels, row, s);
   if (!many || kEvery * sampled(kernels, near, s).size <= kMany) {
     const Descent first = descend(kernels, gather(kernels, row, near, 1, s), by, s);
     const double total = near > least ? total_of(kernels, row, by.scale, s) : first.total();

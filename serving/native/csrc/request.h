@@ -14,6 +14,14 @@ enum Status : int32_t {
   kOutOfMemory = 3,
 };
 
+// What of a row's sampling depends on all of its logits.
+enum Adapting : int32_t {
+  kFixed = 0,       // nothing
+  kMirostat1 = 1,   // how many tokens are left
+  kMirostat2 = 2,   // how probable those that are left have to be
+  kDynamic = 3,     // the temperature
+};
+
 // How one row is sampled, and what came of it. Pointers may be null where their number is 0.
 struct Request {
   // What stays the same from step to step.
@@ -21,12 +29,14 @@ struct Request {
   double top_n_sigma;    // 0: off
   double typical_p;      // 1: off
   double xtc_threshold;  // above 1: off
+  double least_temperature, exponent;  // if kDynamic; `temperature` is the most
   int64_t top_k;    // if has_top_k
   int64_t num_top;  // how many of the likeliest tokens are reported, at most the vocabulary
   int32_t greedy, has_top_k;
   int32_t has_token;     // nothing is drawn
   int32_t has_logprobs;  // those of `token` are asked for
-  int32_t is_thinned, unused_flag;  // whether any of the three above is on
+  int32_t is_thinned;    // whether any of the three above is on
+  int32_t adapting;      // see Adapting
   // What changes in the logits.
   const int64_t* bias_ids;
   const float* bias;
@@ -39,11 +49,13 @@ struct Request {
   // What is of this step.
   const uint32_t* mask;  // bit i % 32 of word i / 32 allows token i; null: all
   double uniform;
+  double mu;          // how much a token may surprise, in bits, if kMirostat1 or kMirostat2
   int64_t token;      // in if has_token, out otherwise
   int64_t top_begin;  // where the likeliest begin in the batch's top_ids and top_logprobs
   // Results.
   int64_t rank;
   double logprob;
+  double surprise;  // of the token among those that were left, in bits, where there is a mu
   int32_t status;
 };
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "adapting.h"
 #include "nucleus.h"
 #include "race.h"
 #include "thinning.h"
@@ -181,7 +182,7 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
   }
   const bool is_weighed = request.typical_p < 1.0 || request.xtc_threshold <= 1.0;
   if (!request.has_top_k && is_weighed) {
-    return draw_thinned(kernels, gather(kernels, row, least, 1, s), by, request, s);
+    return draw_thinned(kernels, row, gather(kernels, row, least, 1, s), by, request, s);
   }
   if (!request.has_top_k) {
     const bool has_floor = request.min_p > 0.0 || request.top_n_sigma > 0.0;
@@ -190,7 +191,7 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
   const int64_t size = std::min(request.top_k, row.count);
   least = std::max(least, reached_by(kernels, row, size, s));
   const Candidates kept = largest(kernels, gather(kernels, row, least, 1, s), size, s);
-  if (is_weighed) return draw_thinned(kernels, kept, by, request, s);
+  if (is_weighed) return draw_thinned(kernels, row, kept, by, request, s);
   const Range range = kernels.scan(kept.values, kept.size);
   const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());
@@ -227,13 +228,20 @@ bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& 
   const Candidates all = allowed(kernels, request, logits, batch.vocab, s.allowed);
   const Row row = look_at(kernels, all, rows::kNoSums, s.changed);
   if (!is_finite(row.range)) return false;
-  if (all.places && is_full(request)) {
-    Race race(request, nullptr);
+  if (has_mu(request)) {
+    const Surprising drawn = draw_mirostat(kernels, row, request, batch.vocab, s);
+    request.token = all.place(drawn.place);
+    request.surprise = drawn.surprise;
+    return true;
+  }
+  const Request own = adapted(kernels, row, request);
+  if (all.places && is_full(own)) {
+    Race race(own, nullptr);
     race.run(all);
     request.token = race.token();
     return true;
   }
-  request.token = all.place(draw(kernels, row, request, s));
+  request.token = all.place(draw(kernels, row, own, s));
   return true;
 }
 
@@ -308,7 +316,8 @@ bool find_known(const Batch& batch, const float* logits, int64_t index, Row& row
 
 bool draw_known(const Batch& batch, const Row& given, float* logits, Request& request,
                 Scratch& s) {
-  if (request.allowed || (request.mask && !request.greedy && !is_full(request)))
+  if (request.allowed || request.adapting != kFixed ||
+      (request.mask && !request.greedy && !is_full(request)))
     return draw_changed(batch, logits, request, s);
   if (has_changes(request)) return draw_patched(batch, given, logits, request, s);
   if (request.mask) return draw_among(*batch.kernels, given, request.mask, request);

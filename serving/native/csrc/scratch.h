@@ -51,6 +51,7 @@ struct Scratch {
   std::vector<Undo> undo;
   std::vector<int64_t> stale;    // groups
   std::vector<int64_t> members;  // of a bucket
+  std::vector<int32_t> buckets;
 };
 
 }  // namespace onnxport

@@ -2,97 +2,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+
+#include "typical.h"
 
 namespace onnxport {
 namespace {
 
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+constexpr double kHead = 10.0;  // exp(-10): tokens that are looked at first
 constexpr double kLog2E = 1.4426950408889634;
-
-// How far the surprise of tokens, -log p, is from what it is on average.
-class Surprise {
- public:
-  Surprise(const Candidates& all, const std::vector<float>& weights, Weighing by)
-      : values_(all.values),
-        maximum_(static_cast<double>(by.maximum)),
-        per_unit_(static_cast<double>(by.scale) / kLog2E) {
-    constexpr int64_t kLanes = 4;  // sums that do not wait for each other
-    double totals[kLanes] = {}, sums[kLanes] = {};
-    for (int64_t i = 0; i < all.size; i++) {
-      const double weight = weights[static_cast<size_t>(i)];
-      totals[i % kLanes] += weight;
-      sums[i % kLanes] += weight * exponent(all.values[i]);
-    }
-    total_ = (totals[0] + totals[1]) + (totals[2] + totals[3]);
-    average_ = ((sums[0] + sums[1]) + (sums[2] + sums[3])) / total_;
-  }
-
-  double total() const { return total_; }  // of all weights
-  bool is_likelier(int64_t i) const { return exponent(values_[i]) > average_; }
-  double distance(int64_t i) const { return distance_of(values_[i]); }
-  double distance_of(float value) const { return std::fabs(average_ - exponent(value)); }
-
-  // Whether a token comes before another one: the nearer one, of two the likelier one, of equals
-  // the one that lies nearer in the order of the values.
-  bool is_before(int64_t one, int64_t other) const {
-    const double mine = distance(one), its = distance(other);
-    if (mine != its) return mine < its;
-    const bool likelier = is_likelier(one);
-    if (likelier != is_likelier(other)) return likelier;
-    return likelier ? one > other : one < other;
-  }
-
- private:
-  // The logarithm of a weight.
-  double exponent(float value) const { return (static_cast<double>(value) - maximum_) * per_unit_; }
-
-  const float* values_;
-  double maximum_, per_unit_, total_, average_;
-};
-
-// The tokens whose surprise is nearest to what it is on average, as many as have at least the share
-// `wanted` of all weights, in their order (Meister et al., Locally Typical Sampling, 2022). They
-// are counted out into buckets by their distance, and sorted where the last one is.
-Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, double wanted,
-                   Scratch& s) {
-  s.weights.resize(static_cast<size_t>(all.size));
-  kernels.weigh(all.values, all.size, by, s.weights.data());
-  const Surprise surprise(all, s.weights, by);
-  const Range range = kernels.scan(all.values, all.size);
-  const double widest =
-      std::max(surprise.distance_of(range.maximum), surprise.distance_of(range.minimum));
-  const double per_unit = widest > 0.0 ? kBuckets / widest : 0.0;
-  const auto bucket_of = [&](int64_t i) {
-    const double bucket = surprise.distance(i) * per_unit;
-    return bucket < kBuckets - 1 ? static_cast<int32_t>(bucket) : kBuckets - 1;
-  };
-  double masses[kBuckets] = {};
-  for (int64_t i = 0; i < all.size; i++) masses[bucket_of(i)] += s.weights[static_cast<size_t>(i)];
-  const double target = wanted * surprise.total();
-  double found = 0.0;
-  int32_t last = 0;
-  while (last < kBuckets - 1 && found + masses[last] < target) found += masses[last++];
-  s.members.clear();
-  for (int64_t i = 0; i < all.size; i++)
-    if (bucket_of(i) == last) s.members.push_back(i);
-  std::sort(s.members.begin(), s.members.end(),
-            [&](int64_t one, int64_t other) { return surprise.is_before(one, other); });
-  size_t taken = 0;
-  while (taken < s.members.size() && found < target) {
-    found += s.weights[static_cast<size_t>(s.members[taken++])];
-  }
-  std::sort(s.members.begin(), s.members.begin() + static_cast<int64_t>(taken));
-  Shelf& shelf = s.typical;
-  shelf.make_room(all.size);
-  size_t size = 0, next = 0;
-  for (int64_t i = 0; i < all.size; i++) {
-    const bool is_taken = next < taken && s.members[next] == i;
-    next += is_taken;
-    shelf.values[size] = all.values[i];
-    shelf.places[size] = all.place(i);
-    size += is_taken || bucket_of(i) < last;
-  }
-  return shelf.first(static_cast<int64_t>(size));
-}
+constexpr double kSurely = 1.2;     // of a threshold, by a sample: others are not reached
+constexpr double kRounding = 1e-4;  // of logarithms of weights
 
 // The likely choices of some candidates: those of at least a share of the weights.
 struct Choices {
@@ -149,6 +70,150 @@ int32_t draw_others(const Kernels& kernels, const Candidates& all, Weighing by, 
   return end.place >= 0 && stop.sum > total ? end.place : stop.place;
 }
 
+// Drawing from many candidates of which XTC leaves out the likely choices: those that it leaves are
+// below a value, and perhaps one that comes before them. A sample tells where the number leads.
+class Others {
+ public:
+  Others(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by, Scratch& s)
+      : kernels_(kernels), row_(row), all_(all), by_(by), s_(s) {}
+
+  // False if it takes a look at all of them.
+  bool draw(double threshold, double number, int32_t& place) {
+    const Sample sample(kernels_, all_, by_, s_);
+    if (!sample.is_good()) return false;
+    if (threshold * kEvery * sample.total() > kSurely) {  // no choice is likely, it seems
+      const bool is_drawn = draw_below(sample, number, place);
+      if (threshold * total_ > 1.0) return is_drawn;
+    } else {
+      total_ = kernels_.tally(all_.values, all_.size, by_, INFINITY, INFINITY).weights;
+    }
+    return leave_out(threshold * total_) && draw_below(sample, number, place);
+  }
+
+ private:
+  // Finds the likely choices, of weights of at least `bound`, and what is left; false: there are
+  // too many.
+  bool leave_out(double bound) {
+    if (bound > 1.0) return true;  // no weight is larger than 1
+    const double log = std::log2(bound) - kRounding;
+    const double least = static_cast<double>(by_.maximum) + log / static_cast<double>(by_.scale);
+    if (!(least > kLowest)) return false;
+    const Candidates likely =
+        reaching(kernels_, row_, all_, static_cast<float>(least), s_.bracketed);
+    if (likely.size > kMany) return false;
+    const Choices choices = choices_of(kernels_, likely, by_, bound);
+    if (choices.last < 0) return true;
+    by_.maximum = upper_ = choices.least;
+    least_likely_ = likely.place(choices.last);
+    first_ = 1.0;
+    return true;
+  }
+
+  // Draws from what is left; false: the sample was of no use.
+  bool draw_below(const Sample& sample, double number, int32_t& place) {
+    const Sample::Part top = sample.above(static_cast<double>(upper_));
+    const double left = 1.0 - top.weights;
+    const double end = sample.value_above(top.weights + left * number);
+    const float edge = std::min(upper_, std::max(kLowest, static_cast<float>(end)));
+    const Tally tally = kernels_.tally(all_.values, all_.size, by_, upper_, edge);
+    total_ = first_ + tally.weights;
+    const double target = number * total_ - first_;
+    if (target < 0.0) {
+      place = least_likely_;
+      return true;
+    }
+    const Sample::Part below{left, 1.0 - top.squares};
+    if (sample.effective(below) < kEffective) return find(head(sample), target, place);
+    // So far from the edge it is, by the sample.
+    const double part =
+        sample.above(edge).weights + left * (target - tally.above[0]) / tally.weights;
+    for (const double deviations : kDeviations) {
+      const double off =
+          left * kLeastPart + deviations * sample.deviation(edge, sample.value_above(part));
+      const float low = static_cast<float>(sample.value_above(part + off));
+      const float high = static_cast<float>(sample.value_above(part - off));
+      const Bracket bracket{std::max(kLowest, std::min(edge, low)),
+                            std::min(upper_, std::max(edge, high))};
+      if (sample.size(bracket) > all_.size / kWide) return false;
+      if (draw_near(bracket, edge, target - tally.above[0], place)) return true;
+    }
+    return false;
+  }
+
+  // Finds what is so far below an edge, in a bracket around it; false if it is not there.
+  bool draw_near(Bracket bracket, float edge, double target, int32_t& place) {
+    Shelf& shelf = s_.split;
+    shelf.make_room(all_.size);
+    const int64_t size = kernels_.gather_between(all_.values, all_.size, bracket,
+                                                 shelf.values.data(), shelf.places.data());
+    s_.weights.resize(static_cast<size_t>(size));
+    kernels_.weigh(shelf.values.data(), size, by_, s_.weights.data());
+    for (size_t i = 0; i < static_cast<size_t>(size); i++) {
+      if (shelf.values[i] >= edge) target += s_.weights[i];
+      shelf.places[i] = all_.place(shelf.places[i]);
+    }
+    return find(shelf.first(size), target, place);
+  }
+
+  // The likeliest of those that are left.
+  Candidates head(const Sample& sample) {
+    const double top = std::min(upper_, by_.maximum);
+    const double least = std::max(top - kHead * kLog2E / static_cast<double>(by_.scale),
+                                  sample.value_of(kMany, static_cast<double>(upper_)));
+    const Candidates all = reaching(kernels_, row_, all_, static_cast<float>(least), s_.bracketed);
+    Shelf& shelf = s_.others;
+    shelf.make_room(all.size);
+    size_t size = 0;
+    for (int64_t i = 0; i < all.size; i++) {
+      shelf.values[size] = all.values[i];
+      shelf.places[size] = all.place(i);
+      size += all.values[i] < upper_;
+    }
+    return shelf.first(static_cast<int64_t>(size));
+  }
+
+  bool find(const Candidates& few, double target, int32_t& place) const {
+    if (few.size == 0 || target < 0.0) return false;
+    const Descent descent(kernels_, few, kernels_.scan(few.values, few.size), by_, s_);
+    if (target >= descent.total()) return false;
+    place = descent.find(target).place;
+    return true;
+  }
+
+  const Kernels& kernels_;
+  const Row& row_;
+  const Candidates& all_;
+  Weighing by_;  // of what is left
+  Scratch& s_;
+  float upper_ = INFINITY;     // what is left is below
+  double total_ = 0.0;         // of all weights, of what is left once that is known
+  double first_ = 0.0;         // the weight of the choice that is left, too: 1, or none
+  int32_t least_likely_ = -1;  // its place
+};
+
+// Finds the likeliest of many candidates, if they are few and top_p leaves no others, and the sum
+// of the weights of all; false: there is more to look at.
+bool find_head(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
+               double top_p, Scratch& s, Candidates& head, double& total) {
+  const Sample sample(kernels, all, by, s);
+  if (!sample.is_good()) return false;
+  const double reach = kHead * kLog2E / static_cast<double>(by.scale);
+  const double least =
+      std::max(static_cast<double>(by.maximum) - reach, sample.value_of(kMany, INFINITY));
+  // Twice the deviation: more is seldom there than the sample says.
+  const Sample::Part part = sample.above(least);
+  if (part.weights + 2.0 * sample.deviation(part) < top_p) return false;
+  const Candidates found = reaching(kernels, row, all, static_cast<float>(least), s.bracketed);
+  if (found.size == 0) return false;
+  const double whole = kernels.tally(all.values, all.size, by, INFINITY, INFINITY).weights;
+  if (kernels.tally(found.values, found.size, by, INFINITY, INFINITY).weights < top_p * whole) {
+    return false;
+  }
+  head = found;
+  total = whole;
+  return true;
+}
+
 }  // namespace
 
 float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
@@ -159,16 +224,32 @@ float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
   return static_cast<float>(maximum - deviations * std::sqrt(variance));
 }
 
-int32_t draw_thinned(const Kernels& kernels, const Candidates& kept, Weighing by,
+int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& kept, Weighing by,
                      const Request& request, Scratch& s) {
-  const bool is_typical = request.typical_p < 1.0;
-  const Candidates all = is_typical ? typical(kernels, kept, by, request.typical_p, s) : kept;
-  const Descent descent(kernels, all, kernels.scan(all.values, all.size), by, s);
-  Descent::Stop last{-1, descent.total()};
-  if (request.top_p < 1.0) {
-    last = descent.find(std::nextafter(request.top_p * descent.total(), 0.0));
+  Candidates all = kept;
+  int32_t place;
+  if (request.typical_p < 1.0) {
+    if (kept.size <= kMany) {
+      all = typical(kernels, kept, by, request.typical_p, s);
+    } else if (thin_or_draw(kernels, row, kept, by, request, s, all, place)) {
+      return place;
+    }
+    if (all.size == 0) all = kept;  // what the model told of the row is wrong
   }
-  if (request.xtc_threshold <= 1.0) return draw_others(kernels, all, by, last, request, s);
+  const bool has_xtc = request.xtc_threshold <= 1.0;
+  if (has_xtc && request.top_p == 1.0 && all.size > kMany) {
+    Others others(kernels, row, all, by, s);
+    if (others.draw(request.xtc_threshold, request.uniform, place)) return place;
+  }
+  Candidates head = all;
+  double total;
+  const bool is_short = request.top_p < 1.0 && all.size > kMany &&
+                        find_head(kernels, row, all, by, request.top_p, s, head, total);
+  const Descent descent(kernels, head, kernels.scan(head.values, head.size), by, s);
+  if (!is_short) total = descent.total();
+  Descent::Stop last{-1, total};
+  if (request.top_p < 1.0) last = descent.find(std::nextafter(request.top_p * total, 0.0));
+  if (has_xtc) return draw_others(kernels, head, by, last, request, s);
   const Descent::Stop stop = descent.find(request.uniform * last.sum);
   return last.place >= 0 && stop.sum > last.sum ? last.place : stop.place;
 }

@@ -11,9 +11,9 @@ namespace onnxport {
 // largest (Tang et al., Top-n-sigma, 2024).
 float sigma_floor(const Kernels& kernels, const Row& row, double deviations);
 
-// The place of the token that is drawn from `kept`, all of weight: typical_p,
+// The place of the token that is drawn from `kept`, candidates of a row, all of weight: typical_p,
 // top_p and XTC each choose among what the one before left.
-int32_t draw_thinned(const Kernels& kernels, const Candidates& kept, Weighing weighing,
-                     const Request& request, Scratch& scratch);
+int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& kept,
+                     Weighing weighing, const Request& request, Scratch& scratch);
 
 }  // namespace onnxport

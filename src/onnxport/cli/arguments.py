@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; it has no public name
 PRECISIONS = ("int4", "int8", "fp16", "fp32")
+DEFINES = "::="  # in every grammar of GBNF
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "max_num_seqs",
@@ -236,7 +237,8 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         dest="speculation",
         help="guess tokens ahead, for the model to check several at once, which changes none: "
-        """'{"method": "ngram", "num_speculative_tokens": 5}', '{"method": "grammar"}', """
+        """'{"method": "ngram", "num_speculative_tokens": 5}', '{"method": "suffix"}' (also by """
+        """earlier answers), '{"method": "grammar"}', """
         """'{"method": "draft_model", "model": "ARTIFACT"}', or eagle3 with a head's (none)""",
     )
 
@@ -273,7 +275,10 @@ def add_structure_options(parser: argparse.ArgumentParser) -> None:
     """Add what form the text has to have."""
     group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
     group.add_argument(
-        "--json-schema", metavar="FILE|JSON", help="the text is JSON that this schema describes"
+        "--json-schema",
+        "--json-schema-file",
+        metavar="FILE|JSON",
+        help="the text is JSON that this schema describes",
     )
     group.add_argument("--regex", help="the text matches this regular expression")
     group.add_argument(
@@ -281,9 +286,9 @@ def add_structure_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--grammar",
-        type=Path,
-        metavar="FILE",
-        help="the text follows this grammar, in Lark's form or GBNF",
+        "--grammar-file",
+        metavar="FILE|GBNF",
+        help="the text follows this grammar, in Lark's form or GBNF, which may be given itself",
     )
 
 
@@ -303,13 +308,15 @@ def structured_outputs(options: argparse.Namespace) -> StructuredOutputs | None:
         return StructuredOutputs(regex=options.regex)
     if options.choice is not None:
         return StructuredOutputs(choice=tuple(options.choice))
-    if options.grammar is not None:
-        return StructuredOutputs(grammar=text_of("--grammar", options.grammar))
+    if (grammar := options.grammar) is not None:
+        if DEFINES not in grammar:
+            grammar = text_of("--grammar", Path(grammar))
+        return StructuredOutputs(grammar=grammar)
     return None
 
 
 def text_of(option: str, path: Path) -> str:
-    """Return the text of a file. Raises RequestError if it cannot be read."""
+    """Return the text of a file; raises RequestError if it cannot be read."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

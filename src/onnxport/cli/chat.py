@@ -19,7 +19,9 @@ from onnxport.cli.arguments import (
     add_load_options,
     add_reasoning_option,
     add_speculation_options,
+    add_structure_options,
     command,
+    structured_outputs,
 )
 from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.model_defaults import (
@@ -62,6 +64,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_template_options(parser, "--chat-template-kwargs")
     add_generation_config(add_sampling_options(parser, "the model's"))
+    add_structure_options(parser)
     add_reasoning_option(parser)
     parser.add_argument(
         "--thinking-token-budget",
@@ -104,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
     with_thought(params, begins, is_known=reasoning is not None)  # before it is loaded
     texts = reasoning.tags if reasoning else ()
     with open_session(artifact, options, texts) as engine:
+        _compile(engine, params)
         _tell(HELP)
         treated = request_options(options)
         _talk(Conversation(engine, template, params, options.system, treated, reasoning))
@@ -111,8 +115,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _params(options: argparse.Namespace, defaults: SamplingDefaults) -> SamplingParams:
-    params = sampling_params(options, defaults)
-    return replace(params, thinking_token_budget=options.thinking_token_budget)
+    return replace(
+        sampling_params(options, defaults),
+        thinking_token_budget=options.thinking_token_budget,
+        structured_outputs=structured_outputs(options),
+    )
+
+
+def _compile(engine: Engine, params: SamplingParams) -> None:
+    """Raise RequestError for a form that cannot be compiled, before anything is said."""
+    if params.structured_outputs is not None:
+        assert engine.grammars is not None, "a model that chats has a tokenizer"
+        engine.grammars.compile(params.structured_outputs)
 
 
 class Printer:
@@ -193,6 +207,8 @@ class Conversation:
         known = self._reasoning
         begins = None if known is None else known.thought(prompt)
         params = with_thought(self._params, begins, is_known=known is not None)
+        if (form := params.structured_outputs) is not None:  # which is the answer's
+            params = replace(params, structured_outputs=replace(form, thought=begins))
         self._turns += 1
         request = self._engine.prepare(f"turn-{self._turns}", ids, params, self._options)
         thought, said = self._print(request, begins)
@@ -208,6 +224,7 @@ class Conversation:
         splitting = splitter(begins)
         printer = Printer(dims=_can_dim())
         told: list[Split] = []
+        reason = None
 
         def tell(text: str, *, is_last: bool = False) -> None:
             for split in splitting.parts(text, is_last=is_last):
@@ -217,6 +234,7 @@ class Conversation:
         with interruptible() as interruption, closing(deltas(self._engine, [request])) as answer:
             try:
                 for delta in answer:
+                    reason = delta.finish_reason
                     tell(delta.text)
                     if interruption.asked:
                         break
@@ -224,6 +242,8 @@ class Conversation:
             finally:
                 printer.end_thought()
         print()
+        if reason == "repetition":
+            _tell("The answer went on repeating itself, and was ended (--repetition-detection).")
         return "".join(one.reasoning for one in told), "".join(one.content for one in told)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.cli.adapters import add_adapter_option, request_options
@@ -19,11 +20,13 @@ from onnxport.cli.arguments import (
     add_structure_options,
     command,
     structured_outputs,
+    text_of,
 )
 from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.sampling import add_sampling_options, sampling_params
 from onnxport.cli.session import deltas, open_session
 from onnxport.cli.values import positive
+from onnxport.errors import RequestError
 
 if TYPE_CHECKING:
     from onnxport.serving.engine import Engine
@@ -34,7 +37,18 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(commands, "generate", "Complete prompts and print the text.", run)
     add_source(parser)
-    parser.add_argument("prompts", metavar="PROMPT", nargs="+")
+    prompts = parser.add_argument("prompts", metavar="PROMPT", nargs="+", default=[])
+    prompts.required = False  # "*" would take none where options stand before them
+    parser.add_argument(
+        "-f",
+        "--file",
+        action="append",
+        type=Path,
+        default=[],
+        dest="files",
+        metavar="FILE",
+        help="a prompt in a file, without an end of line at its end; repeatable",
+    )
     parser.add_argument(
         "--max-tokens", type=positive, default=128, help="most tokens to generate (128)"
     )
@@ -61,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
     from onnxport.serving.defaults import SamplingDefaults
 
+    prompts = prompts_of(options)
     params = replace(
         sampling_params(options, SamplingDefaults(temperature=0.0)),
         ignore_eos=options.ignore_eos,
@@ -69,13 +84,25 @@ def run(options: argparse.Namespace) -> int:
     with open_session(find_artifact(options), options) as engine:
         requests = [
             engine.prepare(str(index), prompt, params, request_options(options))
-            for index, prompt in enumerate(options.prompts)
+            for index, prompt in enumerate(prompts)
         ]
         if len(requests) == 1 and not options.json:
             _stream(engine, requests[0])
         else:
             _print_all(engine, requests, as_json=options.json)
     return 0
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """Return the prompts, those in files behind the others.
+
+    Raises:
+        RequestError: there is none, or a file cannot be read.
+    """
+    texts = [text_of("--file", path).removesuffix("\n") for path in options.files]
+    if not (prompts := [*options.prompts, *texts]):
+        raise RequestError("there is no prompt; give one behind MODEL, or a file with --file")
+    return prompts
 
 
 def _stream(engine: Engine, request: Request) -> None:

@@ -41,13 +41,18 @@ def add_override(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_repetition_option(parser: argparse._ActionsContainer) -> None:
-    """Add when answers are stuck, where requests do not say."""
+def add_repetition_option(parser: argparse._ActionsContainer, whose: str = "") -> None:
+    """Add when answers are stuck.
+
+    Args:
+        parser: of the command.
+        whose: answers they are, in words, if not all.
+    """
     parser.add_argument(
         "--repetition-detection",
         type=repetition_detection,
         metavar="JSON",
-        help="ends answers that repeat themselves, of requests that do not say, such as "
+        help=f"ends answers that repeat themselves{whose}, such as "
         """'{"max_pattern_size": 64, "min_count": 8}' (none)""",
     )
 

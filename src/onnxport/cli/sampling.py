@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from onnxport.cli.model_defaults import add_repetition_option
+from onnxport.cli.values import logit_bias
+from onnxport.errors import RequestError
+
 if TYPE_CHECKING:
     from onnxport.serving.defaults import SamplingDefaults
     from onnxport.serving.params import SamplingParams
@@ -25,6 +29,21 @@ LLAMA_CPP: tuple[tuple[str, Any, str], ...] = (  # option, type, meaning
     ("--dry-base", float, "how much less by each token of the repetition (1.75)"),
     ("--dry-allowed-length", int, "tokens of the shortest repetition that counts (2)"),
     ("--dry-penalty-last-n", int, "tokens in which repetitions are looked for (-1: all)"),
+    (
+        "--repeat-last-n",
+        int,
+        "the penalties count so many of the last tokens, of prompt and answer, -1 all (the "
+        "repetition penalty all of both, the others all of the answer)",
+    ),
+    (
+        "--dynatemp-range",
+        float,
+        "the temperature moves by up to this, down where the model is sure, and up (0)",
+    ),
+    ("--dynatemp-exponent", float, "the power of how unsure the model is (1)"),
+    ("--mirostat", int, "1 or 2 keep the surprise of tokens near a target, 0 does not (0)"),
+    ("--mirostat-tau", float, "how much tokens are to surprise, in bits (5)"),
+    ("--mirostat-eta", float, "which part of what is missing to it each token makes up for (0.1)"),
 )
 
 
@@ -98,6 +117,15 @@ def add_sampling_options(
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
     )
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        type=logit_bias,
+        default=[],
+        metavar="TOKEN_ID(+/-)BIAS",
+        help="added to a token's logit, as in 42-100 or 7+1.5; repeatable",
+    )
+    add_repetition_option(group)
     return group
 
 
@@ -105,10 +133,13 @@ def sampling_params(options: argparse.Namespace, defaults: SamplingDefaults) -> 
     """Return the decoding parameters; the defaults where an option was not given.
 
     Raises:
-        RequestError: a value is out of its range.
+        RequestError: a value is out of its range, or a token has two biases.
     """
     from onnxport.serving.params import SamplingParams
 
+    tokens = [token_id for token_id, _ in options.logit_bias]
+    if twice := [token_id for token_id in tokens if tokens.count(token_id) > 1]:
+        raise RequestError(f"--logit-bias has the token {twice[0]} twice; give each once")
     names = (option.removeprefix("--").replace("-", "_") for option, _, _ in LLAMA_CPP)
     given = {name: getattr(options, name) for name in (*names, "dry_sequence_breakers")}
     return SamplingParams(
@@ -118,5 +149,7 @@ def sampling_params(options: argparse.Namespace, defaults: SamplingDefaults) -> 
         frequency_penalty=options.frequency_penalty,
         seed=options.seed,
         stop=tuple(options.stop),
+        logit_bias=dict(options.logit_bias),
+        repetition_detection=options.repetition_detection,
         max_tokens=options.max_tokens,
     )

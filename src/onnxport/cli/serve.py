@@ -82,8 +82,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="required under /v1, and for /tokenize and /detokenize; repeatable: each of several "
-        "keys is a tenant. Or set "
+        help="required under /v1, and for all that generates or tells of prompts; repeatable: each "
+        "of several keys is a tenant. Or set "
         f"{API_KEY_VARIABLE}, with commas between several",
     )
     group.add_argument(
@@ -145,7 +145,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_generation_config(group)
     add_override(group)
-    add_repetition_option(group)
+    add_repetition_option(group, ", of requests that do not say")
     add_template_options(group, "--default-chat-template-kwargs")
     add_reasoning_option(group)
     group.add_argument(

@@ -11,6 +11,7 @@ from typing import Any
 
 from onnxport.errors import RequestError
 
+BIAS = re.compile(r"(\d+)([+-]\d+(?:\.\d+)?)")
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B?)|B)?", re.IGNORECASE)
 
 
@@ -71,6 +72,17 @@ def memory(text: str) -> int | float:
             "size such as 8GiB"
         )
     return value
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """Parse a token and what is added to its logit, as llama.cpp's tools take them: 42-1.5."""
+    found = BIAS.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no bias; give a token id and what is added to its logit, with its sign, "
+            "as in 42-100 or 7+1.5"
+        )
+    return int(found[1]), float(found[2])
 
 
 def json_object(text: str) -> dict[str, Any]:

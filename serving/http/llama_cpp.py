@@ -1,0 +1,235 @@
+"""Fields of llama.cpp's server: OpenAI's and vLLM's by other names, and how it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.forms import FormFields
+from onnxport.serving.params import SamplingParams
+
+SAMPLED: Final = (  # what the engine has by the same names
+    *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
+    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    *("dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta"),
+    "repeat_last_n",
+)
+CALLED: Final[Mapping[str, str]] = {  # what it calls fields of ours
+    "max_tokens": "n_predict",
+    "repetition_penalty": "repeat_penalty",
+    "repeat_last_n": "penalty_last_n",
+}
+LAST_N: Final = 64  # tokens that its penalties count, unless told otherwise
+SAMPLERS: Final = (  # in the order in which they are applied here
+    *("dry", "penalties", "temperature", "top_n_sigma", "min_p", "top_k", "typical_p", "top_p"),
+    "xtc",
+)
+OTHER_NAMES: Final[Mapping[str, str]] = {
+    **{"typ_p": "typical_p", "typ": "typical_p", "typical": "typical_p"},
+    **{"temp": "temperature", "nucleus": "top_p"},
+}
+LETTERS: Final[Mapping[str, str]] = {
+    **{"d": "dry", "e": "penalties", "t": "temperature", "s": "top_n_sigma", "m": "min_p"},
+    **{"k": "top_k", "y": "typical_p", "p": "top_p", "x": "xtc"},
+}
+NEVER_THE_LIKELIEST: Final = {"top_n_sigma", "min_p", "top_k", "top_p"}  # is what these leave out
+MOST_SAMPLERS = 64  # of a list
+
+
+class LlamaCppFields(FormFields):
+    """llama.cpp's fields; `told` has made of most of them what they are called elsewhere."""
+
+    n_predict: int | None = None
+    n_probs: int | None = None
+    repeat_penalty: float | None = None
+    penalty_last_n: int | None = None
+    samplers: list[str] | str | None = None
+    timings_per_token: bool | None = None
+    cache_prompt: bool | None = None
+    id_slot: int | None = None  # of place alone
+    lora: list[dict[str, Any]] | None = None
+
+    @property
+    def has_no_limit(self) -> bool:
+        """Whether as many tokens are asked for as there is room for."""
+        return self.n_predict == -1
+
+    def called(self, error: RequestError) -> RequestError:
+        """Return an error about a field of ours by the name that the client gave it."""
+        name = CALLED.get(error.param or "")
+        if name is None or getattr(self, name) is None:
+            return error
+        return RequestError(str(error).replace(error.param or "", name), name)
+
+
+def told(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    """Return a body in which llama.cpp's fields say what they mean by OpenAI's and vLLM's names.
+
+    They stay in it. What is of a wrong type is left to whoever checks that.
+
+    Args:
+        body: as it was sent.
+        is_chat: whether log probabilities are asked for as chats do.
+
+    Raises:
+        RequestError: a value means nothing, or the same field has another one by another name.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    means: dict[str, Any] = {}
+    for name, field, value in _meanings(given, is_chat=is_chat):
+        if given.get(field, value) != value:
+            raise RequestError(
+                f"{name} is {given[name]!r}, as if {field} was {value!r}, and {field} is "
+                f"{given[field]!r}; send one of them",
+                name,
+            )
+        means[field] = value
+    _check_lora(given.get("lora"))
+    _check_slot(given.get("id_slot"))
+    if given.get("grammar") == "":  # which is none
+        means["grammar"] = None
+    return {**body, **means}
+
+
+def _meanings(given: Mapping[str, Any], *, is_chat: bool) -> Iterator[tuple[str, str, Any]]:
+    """Yield fields that are given, what they are called elsewhere, and what that is then."""
+    predicted, count = _int(given.get("n_predict")), _int(given.get("n_probs"))
+    if predicted is not None:
+        if predicted < 1 and predicted != -1:
+            raise RequestError(
+                f"n_predict is {predicted}; ask for 1 token or more, or send -1 for as many as "
+                "there is room for",
+                "n_predict",
+            )
+        if predicted == -1 and given.get("max_tokens") is not None:
+            raise RequestError(
+                f"n_predict is -1, which sets no limit, and max_tokens is {given['max_tokens']!r}; "
+                "send one of them",
+                "n_predict",
+            )
+        if predicted != -1:
+            yield "n_predict", "max_tokens", predicted
+    if count:
+        if count < 0:
+            raise RequestError(f"n_probs is {count}; send 0 or more", "n_probs")
+        yield "n_probs", "top_logprobs" if is_chat else "logprobs", count
+        if is_chat:
+            yield "n_probs", "logprobs", True
+    if "penalty_last_n" in given:
+        yield "penalty_last_n", "repeat_last_n", given["penalty_last_n"]
+    if "repeat_penalty" in given:
+        yield "repeat_penalty", "repetition_penalty", given["repeat_penalty"]
+        if given["repeat_penalty"] != 1 and not {"repeat_last_n", "penalty_last_n"} & {*given}:
+            yield "repeat_penalty", "repeat_last_n", LAST_N
+    if given.get("cache_prompt") is False:
+        yield "cache_prompt", "skip_reading_prefix_cache", True
+
+
+def _check_lora(given: Any) -> None:
+    """Refuse adapters by number; none, or of none of their weight, is as if nothing was said."""
+    if not isinstance(given, list):
+        return
+    for one in given:
+        if not isinstance(one, dict) or {*one} != {"id", "scale"} or one["scale"] != 0:
+            raise RequestError(
+                f"lora has {repr(one)[:80]}, and adapters have no numbers and no scale here; send "
+                "the name of one as model, and leave lora out",
+                "lora",
+            )
+
+
+def _check_slot(given: Any) -> None:
+    """Refuse what can be no slot; any slot says no more than where the prompt may be cached."""
+    slot = _int(given)
+    if slot is not None and slot < -1:
+        raise RequestError(f"id_slot is {slot}; send 0 or more, or -1 for any", "id_slot")
+
+
+def _int(value: Any) -> int | None:
+    """Return a value that is an integer; None if it is not."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def check_samplers(given: Sequence[str] | str, params: SamplingParams) -> None:
+    """Refuse an order of samplers in which another token might be drawn than is here.
+
+    What changes nothing in this request may stand anywhere, or be missing.
+
+    Args:
+        given: names in llama.cpp's spelling, or a text of its letters.
+        params: of the request.
+
+    Raises:
+        RequestError: a name is not known or there twice, one that changes something is missing, or
+            the order is another one.
+    """
+    names = _sampler_names(given)
+    active = _active(params)
+    ours = ", ".join(SAMPLERS)
+    if missing := [name for name in SAMPLERS if name in active and name not in names]:
+        raise RequestError(
+            f"samplers leaves out {missing[0]}, which changes something with the request's other "
+            "fields, or the model's defaults where it gives none; list it, or send the value with "
+            f"which it changes nothing. The order is {ours}.",
+            "samplers",
+        )
+    order = [name for name in names if name in active]
+    for number, first in enumerate(order):
+        for second in order[number + 1 :]:
+            is_ours = SAMPLERS.index(first) < SAMPLERS.index(second)
+            if not is_ours and not _commute(frozenset((first, second)), params):
+                raise RequestError(
+                    f"samplers has {first} before {second}, and here the order is {ours}; list "
+                    "them so, or leave samplers out",
+                    "samplers",
+                )
+
+
+def _sampler_names(given: Sequence[str] | str) -> list[str]:
+    """Return the samplers of a list, by our names."""
+    if isinstance(given, str):
+        spelled = [LETTERS.get(letter, letter) for letter in given[: MOST_SAMPLERS + 1]]
+    else:
+        spelled = [name.replace("-", "_") for name in given[: MOST_SAMPLERS + 1]]
+    names = [OTHER_NAMES.get(name, name) for name in spelled]
+    for number, name in enumerate(names):
+        if name not in SAMPLERS or name in names[:number]:
+            what = "is not known" if name not in SAMPLERS else "is there twice"
+            raise RequestError(
+                f"samplers has {name[:40]!r}, which {what}; it may have {', '.join(SAMPLERS)}, or "
+                f"be a text of the letters {''.join(LETTERS)}",
+                "samplers",
+            )
+    return names
+
+
+def _active(params: SamplingParams) -> set[str]:
+    """Return the samplers that change something."""
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1.0)
+    changes = {
+        "dry": params.dry_multiplier != 0.0 and params.dry_penalty_last_n != 0,
+        "penalties": any(penalties) and params.repeat_last_n != 0,
+        "temperature": params.temperature != 1.0 or params.dynatemp_range != 0.0,
+        "top_n_sigma": params.top_n_sigma != 0.0,
+        "min_p": params.min_p != 0.0,
+        "top_k": params.top_k is not None,
+        "typical_p": params.typical_p != 1.0,
+        "top_p": params.top_p != 1.0,
+        "xtc": params.xtc_probability != 0.0 and params.xtc_threshold <= 0.5,
+    }
+    found = {name for name, yes in changes.items() if yes}
+    if params.mirostat:
+        return found & {"dry", "penalties"}  # the temperature is applied whatever the list says
+    if params.temperature + params.dynatemp_range == 0.0:
+        found -= NEVER_THE_LIKELIEST
+    return found
+
+
+def _commute(two: frozenset[str], params: SamplingParams) -> bool:
+    """Whether it makes no difference which of two samplers comes first."""
+    if two == {"dry", "penalties"}:
+        return params.repetition_penalty == 1.0  # all is subtracted then
+    if two in ({"temperature", "top_k"}, {"temperature", "top_n_sigma"}):
+        return params.dynatemp_range == 0.0
+    return two == {"min_p", "top_k"}

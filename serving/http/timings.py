@@ -1,0 +1,57 @@
+"""How long prompt and answer took, as llama.cpp's server tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from onnxport.serving.outputs import CompletionDelta
+
+
+@dataclass(slots=True)
+class Span:
+    """When the sequences of one request were computed, on `time.monotonic`'s clock."""
+
+    start_s: float | None = None  # the first step of the first one
+    prompted_s: float = 0.0  # the first token of the last one
+    end_s: float = 0.0  # the last token of any
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Take what is told of one sequence."""
+        if delta.times is None:
+            return
+        start_s, first_s, last_s = delta.times
+        self.start_s = start_s if self.start_s is None else min(self.start_s, start_s)
+        self.prompted_s = max(self.prompted_s, first_s)
+        self.end_s = max(self.end_s, last_s)
+
+    def body(self, num_prompt: int, num_cached: int, num_generated: int) -> dict[str, Any]:
+        """Return llama.cpp's `timings`.
+
+        Time that requests wait for their first step is none of these.
+
+        Args:
+            num_prompt: tokens of the prompts.
+            num_cached: those that were found in the cache.
+            num_generated: tokens of the answers so far.
+        """
+        prompt_s = generated_s = 0.0
+        if self.start_s is not None:
+            prompt_s = self.prompted_s - self.start_s
+            generated_s = self.end_s - self.prompted_s
+        computed = num_prompt - num_cached
+        return {
+            "cache_n": num_cached,
+            **_rates("prompt", computed, prompt_s),
+            **_rates("predicted", num_generated, generated_s),
+        }
+
+
+def _rates(what: str, count: int, elapsed_s: float) -> dict[str, Any]:
+    """Return a number of tokens, their time, and how these go together; 0 where one is missing."""
+    return {
+        f"{what}_n": count,
+        f"{what}_ms": 1e3 * elapsed_s,
+        f"{what}_per_token_ms": 1e3 * elapsed_s / count if count else 0.0,
+        f"{what}_per_second": count / elapsed_s if elapsed_s > 0.0 else 0.0,
+    }

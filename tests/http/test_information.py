@@ -1,0 +1,125 @@
+"""What the server tells of itself: probes, its load, and what llama.cpp's clients look for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.defaults import SamplingDefaults
+from onnxport.serving.http.app import AppOptions
+from onnxport.serving.tokenizer import Tokenizer
+from onnxport.version import __version__
+from tests.waiting import wait_until
+
+from .conftest import RunningServer, StartServer
+from .fake import MODEL as FAKE
+from .fake import Client, FakeEngine
+from .scripted import CHAT_TEMPLATE, MODEL, say
+
+pytestmark = pytest.mark.timeout(60)
+PROBES = ("/health", "/v1/health", "/ping")
+KEYED = ("/props", "/tokenizer_info", "/v1/models")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(model_folder, frozenset())
+
+
+@pytest.mark.parametrize("path", PROBES)
+def test_probes(server: RunningServer, path: str) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        assert client.get(path).status_code == 200
+        head = client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert client.get(path).status_code == 200  # the connection is in step
+        assert client.post(path).status_code == (200 if path == "/ping" else 405)
+    assert (httpx.get(server.url + path).content == b"") == (path == "/ping")
+
+
+@pytest.mark.parametrize("path", PROBES)
+async def test_probes_of_a_server_that_failed(
+    tokenizer: Tokenizer, model_folder: Path, path: str
+) -> None:
+    client = Client(FakeEngine(tokenizer, healthy=False, failure="it broke"), model_folder)
+    answer = await client.get(path)
+    assert answer.status_code == 503
+    assert path == "/ping" or answer.json()["reason"] == "it broke"
+
+
+async def test_which_paths_need_a_key(tokenizer: Tokenizer, model_folder: Path) -> None:
+    client = Client(FakeEngine(tokenizer), model_folder, AppOptions(api_keys=("secret",)))
+    for path in (*PROBES, "/load", "/version", "/metrics"):
+        assert (await client.get(path)).status_code == 200, path
+    for path in (*KEYED, "/v1/healthy", "/v1/health/"):
+        assert (await client.get(path)).status_code == 401, path
+    for path in KEYED:
+        assert (await client.get(path, Authorization="Bearer secret")).status_code == 200, path
+
+
+async def test_the_load(tokenizer: Tokenizer, model_folder: Path) -> None:
+    client = Client(FakeEngine(tokenizer, num_unfinished=7), model_folder)
+    assert (await client.get("/load")).json() == {"server_load": 7}
+
+
+def test_the_load_of_a_server(start_server: StartServer, tmp_path: Path) -> None:
+    """What comes while a step runs counts at once, though the engine does not know of it yet."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    server = start_server(hold=str(hold))
+    body = {"model": MODEL, "prompt": say("ab")}
+
+    def load() -> int:
+        found: int = httpx.get(f"{server.url}/load").json()["server_load"]
+        return found
+
+    assert load() == 0
+    with server.asking("completions", body):
+        server.wait_for(num_requests_running=1)
+        assert load() == 1
+        with server.asking("completions", body):
+            wait_until(lambda: load() == 2)
+            stats = server.health()["engine"]
+            assert stats["num_requests_running"] + stats["num_requests_waiting"] == 1
+            hold.unlink()
+            wait_until(lambda: load() == 0)
+    assert load() == 0
+
+
+async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_folder: Path) -> None:
+    defaults = SamplingDefaults(0.6, 0.9, 5, 0.1, 1.1)
+    client = Client(FakeEngine(tokenizer), model_folder, AppOptions(defaults, aliases=("other",)))
+    assert (await client.get("/props")).json() == {
+        "default_generation_settings": {
+            "n_ctx": client.engine.capabilities.max_model_len,
+            "params": {
+                "temperature": 0.6,
+                "top_k": 5,
+                "top_p": 0.9,
+                "min_p": 0.1,
+                "typical_p": 1.0,
+                "repeat_penalty": 1.1,
+            },
+        },
+        "total_slots": client.engine.max_num_seqs,
+        "model_alias": FAKE,
+        "model_path": FAKE,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": CHAT_TEMPLATE,
+        "bos_token": "",
+        "eos_token": "<|im_end|>",
+        "build_info": f"onnxport {__version__}",
+        "is_sleeping": False,
+    }
+    bare = Client(FakeEngine(tokenizer), model_folder, template=ChatTemplate({}))
+    found = (await bare.get("/props")).json()
+    assert (found["chat_template"], found["eos_token"]) == ("", "")
+    assert found["default_generation_settings"]["params"]["top_k"] == 0
+
+
+def test_as_many_slots_as_run_at_once(start_server: StartServer) -> None:
+    server = start_server(max_num_seqs=3)
+    assert httpx.get(f"{server.url}/props").json()["total_slots"] == 3

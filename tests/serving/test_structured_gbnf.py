@@ -1,0 +1,187 @@
+"""llama.cpp's grammars: every text that one has may be written, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnxport.errors import RequestError
+from onnxport.serving.grammar import GrammarError
+from onnxport.serving.structured.spec import StructuredOutputs
+from tests.serving.structured import accepts, compiled
+from tests.tiers import examples
+
+# A part is a text, a list of alternatives, each a list of parts, a name, or a part with counts.
+Part = Any
+NAMES = ("root", "a", "b-c")
+JSON = r"""
+root  ::= value
+value ::= object | list | text | number | ("true" | "false" | "null") ws
+
+object ::= # of texts
+  "{" ws (
+    text ":" ws value
+    ("," ws text ":" ws value)*
+  )? "}" ws
+list   ::= "[" ws ( value ( "," ws value )* )? "]" ws
+text   ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+number ::= "-"? ("0" | [1-9] [0-9]{0,15}) ("." [0-9]+)? ws
+ws     ::= | " " | "\n" [ \t]{0,20}
+"""
+SUMS = r"""
+root  ::= (sum "=" ws term "\n")+
+sum   ::= term ([-+*/] term)*
+term  ::= name | num | "(" ws sum ")" ws
+name  ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (
+            JSON,
+            ['{"a": [1, 2.5, "x\\u00e4/"],\n\t"b": true}', "[]", '"é"', "-0"],
+            ["{", "01", '"\n"'],
+        ),
+        (SUMS, ["x=1\n", "x=1\na+b*2=(c)\n\n", "1+1=2 \n \n"], ["x=1", "=1\n", "x==1\n"]),
+        ('root ::= [a-z]+ "x"', ["ax", "axbx"], ["x", "ab"]),
+        ('root ::= word "x"\nword ::= [a-z]+', ["ax", "axbx"], ["x", "ab"]),
+        (
+            'root ::= (one | two)+ "."\none ::= "x" [a-z]*\ntwo ::= "xy" [0-9]+',
+            ["xaxy1xy2."],
+            ["xy1"],
+        ),
+        ("root ::= .{2}", ["a\n", "é!"], ["a", "abc"]),
+        (r'root ::= "\u0041\U0001F600\x42" [\u00e4\x43]', ["A😀Bä", "A😀BC"], ["A😀B", "A😀BD"]),
+        (r'root ::= "[\]\\[" [\]\\a]', ["[]\\[]", "[]\\[\\"], ["[]\\["]),
+        (r'root ::= "\\u0041" "\""', ['\\u0041"'], ['A"']),
+        ("root ::= [a&&b~~c/]+", ["a&b~c/"], ["d"]),
+        ('root ::= yes | no\r\nyes ::= "y"\r\nno ::= "n"\r\n', ["y", "n"], ["yn"]),
+        (
+            'root ::= Foo foo foo-bar foo_bar start\nFoo ::= "1"\nfoo ::= "2"\nfoo-bar ::= "3"\n'
+            'foo_bar ::= "4"\nstart ::= "5"',
+            ["12345"],
+            ["12355"],
+        ),
+        ('root ::= "a" {2,3} [b] {2}', ["aabb", "aaabb"], ["abb", "aab"]),
+        ("root ::= [あ-ん]+", ["かき"], ["カ"]),
+        ('root ::= "a" | root "b"', ["abb"], ["b"]),
+    ],
+)
+def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: list[str]) -> None:
+    form = compiled(StructuredOutputs(grammar=grammar))
+    for text in right:
+        assert accepts(form, text), text
+    for text in wrong:
+        assert not accepts(form, text), text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        ('a ::= "x"', "no rule named root"),
+        ("root ::= a", "no rule named 'a'"),
+        ("root ::= (", "Expected"),
+        ('root ::= "a', "Unexpected end"),
+        (r'root ::= "\q"', "escape"),
+        (r'root ::= "\uD800"', "cannot be compiled"),
+        ("root ::= <[1000]>", "Expected"),
+        ("root ::= " + "(" * 5000, "recursion"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(grammar: str, told: str) -> None:
+    with pytest.raises(RequestError, match=told) as error:
+        compiled(StructuredOutputs(grammar=grammar, param="grammar"))
+    assert error.value.param == "grammar"
+
+
+def parts(depth: int) -> st.SearchStrategy[Part]:
+    atoms = st.one_of(st.sampled_from(["x", "y", "xy", ""]), st.sampled_from(NAMES).map(tuple))
+    if not depth:
+        return atoms
+    below = parts(depth - 1)
+    sequences = st.lists(below, max_size=3)
+    counted = st.tuples(below, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{1,}"]))
+    return st.one_of(
+        atoms, st.lists(sequences, min_size=1, max_size=3), counted.map(lambda one: {"of": one})
+    )
+
+
+def written(part: Part) -> str:
+    match part:
+        case str():
+            return f'"{part}"'
+        case tuple():
+            return "".join(part)
+        case list():
+            return "(" + " | ".join(" ".join(map(written, one)) for one in part) + ")"
+    inner, count = part["of"]
+    return f"({written(inner)}){count}"
+
+
+def ends(
+    part: Part, rules: Mapping[str, Part], found: Mapping[Any, Any], text: str, at: int
+) -> set[int]:
+    """Where a part may end that begins at a place, by what is known of the rules."""
+    match part:
+        case str():
+            return {at + len(part)} if text.startswith(part, at) else set()
+        case tuple():
+            return found.get(("".join(part), at), set())
+        case list():
+            return {end for one in part for end in in_order(one, rules, found, text, {at})}
+    inner, count = part["of"]
+    low, high = {"*": (0, 9), "+": (1, 9), "?": (0, 1), "{2}": (2, 2), "{0,2}": (0, 2)}.get(
+        count, (1, 9)
+    )
+    reached, all_ends = {at}, {at} if low == 0 else set()
+    for number in range(1, high + 1):
+        reached = {end for place in reached for end in ends(inner, rules, found, text, place)}
+        all_ends |= reached if number >= low else set()
+    return all_ends
+
+
+def in_order(sequence: list[Part], rules: Any, found: Any, text: str, places: set[int]) -> set[int]:
+    for part in sequence:
+        places = {end for place in places for end in ends(part, rules, found, text, place)}
+    return places
+
+
+def is_of(rules: Mapping[str, Part], text: str) -> bool:
+    """Whether a text is one of a grammar: what rules reach is collected until nothing is new."""
+    found: dict[tuple[str, int], set[int]] = {}
+    while True:
+        new = {
+            (name, at): ends(rules[name], rules, found, text, at)
+            for name, at in product(rules, range(len(text) + 1))
+        }
+        if new == found:
+            return len(text) in found["root", 0]
+        found = new
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(rules=st.fixed_dictionaries({name: parts(2) for name in NAMES}))
+def test_the_texts_are_those_of_the_rules(rules: dict[str, Part]) -> None:
+    texts = ["".join(one) for size in range(5) for one in product("xy", repeat=size)]
+    right = [text for text in texts if is_of(rules, text)]
+    grammar = "\n".join(f"{name} ::= {written(part)}" for name, part in rules.items())
+    try:
+        form = compiled(StructuredOutputs(grammar=grammar))
+    except RequestError as error:
+        assert not right or "limit" in str(error) or "too" in str(error), (grammar, error)  # noqa: PT017
+        return
+    for text in texts:
+        try:
+            found = accepts(form, text)
+        except GrammarError:  # it leads to what nothing fits
+            found = False
+        assert found == (text in right), (grammar, text)
