@@ -167,18 +167,19 @@ def mxfp4_blocks(data: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np
 
 def _levels(name: str, blocks: NDArray[np.uint8]) -> NDArray[np.int8]:
     """The multiples of a block's scale, int8 [rows, blocks, numbers]."""
+    signed: NDArray[np.int8]
     if name == "Q8_0":
-        signed: NDArray[np.int8] = blocks.view(np.int8)
+        signed = blocks.view(np.int8)
         return signed
     packed = blocks[..., -16:]
     levels = np.concatenate([packed & 15, packed >> 4], axis=-1)
     if name == "IQ4_NL":
-        uneven: NDArray[np.int8] = _UNEVEN[levels]
-        return uneven
-    if name == "Q4_0":
-        return levels.astype(np.int8) - np.int8(8)
-    high = np.unpackbits(blocks[..., :4], axis=-1, bitorder="little")  # of Q5_0
-    return (levels | high << 4).astype(np.int8) - np.int8(16)
+        return np.take(_UNEVEN, levels)
+    if name == "Q5_0":
+        levels |= np.unpackbits(blocks[..., :4], axis=-1, bitorder="little") << 4
+    signed = levels.view(np.int8)
+    signed -= np.int8(16 if name == "Q5_0" else 8)
+    return signed
 
 
 def _types() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +38,7 @@ class GgufCheckpoint(Checkpoint):
         """
         super().__init__(shards)
         self._turned = turned
+        self._last = lru_cache(maxsize=1)(self._load_rows)  # numbers and then steps of a panel
         for name, tensor in tuple(self._tensors.items()):
             blocks.check_decodable(tensor.dtype, name)
             if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
@@ -108,6 +110,10 @@ class GgufCheckpoint(Checkpoint):
 
     def _rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Rows as they are stored, uint8 [rows, bytes of a row], in the order of others."""
+        load = self._last if name in self._packed else self._load_rows
+        return load(name, start, stop)
+
+    def _load_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         heads = self._turned.get(name)
         if heads is None:
             return self._data(name, start, stop)
