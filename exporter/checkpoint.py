@@ -311,6 +311,11 @@ class Checkpoint:
         return frozenset(width for width in widths if width is not None)
 
     @property
+    def requantized(self) -> Mapping[str, str]:
+        """The type of each matrix that is quantized, but not in integers as artifacts have them."""
+        return {}
+
+    @property
     def packed_matrices(self) -> Mapping[str, packed.PackedMatrix]:
         """The tensors that are stored in integers."""
         return self._packed

@@ -40,7 +40,7 @@ from onnxport.exporter.source import (
     read_json,
     special_tokens,
 )
-from onnxport.exporter.weights import StreamingWeights
+from onnxport.exporter.weights import StreamingWeights, block_of
 from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
@@ -137,6 +137,7 @@ def _export(
             "the expert precision mxfp4 keeps them as they are",
             options.projections,
         )
+    _tell_requantized(checkpoint, plan, options)
     with ArtifactWriter(
         destination,
         overwrite=options.overwrite,
@@ -208,6 +209,26 @@ def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
         )
     elif count:
         logger.info("all %d blocks of integers are stored as they are", count)
+
+
+def _tell_requantized(checkpoint: Checkpoint, plan: WeightPlan, options: ExportOptions) -> None:
+    """Say what of a checkpoint was quantized, and is quantized again."""
+    types = checkpoint.requantized
+    names = {
+        part.tensor
+        for role, matrix in plan.matrices.items()
+        if block_of(role, matrix, options) is not None
+        for part in matrix.parts
+        if part.tensor in types
+    }
+    if names:
+        logger.warning(
+            "%d matrices are stored in %s, whose blocks no artifact has; they are quantized again, "
+            "to %s in groups of %d, which changes them%s",
+            *(len(names), ", ".join(sorted({types[name] for name in names}))),
+            *(options.projections, options.group),
+            ". The precision int8 changes them less" if options.projections == "int4" else "",
+        )
 
 
 def _check_tensors(

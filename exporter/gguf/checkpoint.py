@@ -59,8 +59,8 @@ class GgufCheckpoint(Checkpoint):
         return frozenset() if found <= set(DTYPES) else frozenset({_BLOCK})
 
     @property
-    def requantized(self) -> dict[str, str]:
-        """The type of each matrix whose blocks no artifact can hold as they are."""
+    def requantized(self) -> Mapping[str, str]:
+        """See `Checkpoint`."""
         return {
             name: one.dtype
             for name, one in self._tensors.items()

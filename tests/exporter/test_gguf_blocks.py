@@ -1,4 +1,4 @@
-"""Numbers of GGUF files: those that the package gguf reads, and kept bit by bit where they can be."""
+"""Numbers of GGUF files are those that the package gguf reads, and their steps are told."""
 
 from __future__ import annotations
 
