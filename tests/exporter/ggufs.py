@@ -67,10 +67,11 @@ def write(
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
-    keys = {**metadata(config, architecture), **(vocab or {}), **(extra or {})}
-    for key, value in keys.items():
+    own = metadata(config, architecture)
+    keys = {key.replace("{arch}", architecture): value for key, value in own.items()}
+    for key, value in {**keys, **(vocab or {}), **(extra or {})}.items():
         if value is not None:
-            add(writer, key.replace("{arch}", architecture), value)
+            add(writer, key, value)
     for name, values in tensors(folder, config, architecture):
         kind = pick if isinstance(pick, Kind) else pick(name, values)
         if values.ndim == 1 or name.endswith("ffn_gate_inp.weight"):

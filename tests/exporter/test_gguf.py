@@ -22,6 +22,7 @@ from onnxport.providers.cpu.library import find_library
 from tests.exporter import checkpoints, ggufs
 from tests.exporter.run_graphs import Graph
 
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 FILES = ("model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz")
 SAME = (
     *("gemma2", "gemma3", "gemma3-linear", "granite", "granitemoe", "granitemoeshared", "llama"),
