@@ -281,7 +281,7 @@ def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> Non
             f"of experts are not: {others[0]} is {found[others[0]]}. Leave it out, and "
             "experts are of the precision that the rest has."
         )
-    assert all(one.scale == 1 and not one.interleaved for one in _experts(plan))
+    assert all(one.scale == 1 for one in _experts(plan))
     logger.warning(
         "onnxruntime-genai will not run %s on a processor: ONNX Runtime has no kernel for experts "
         "in MXFP4 there. onnxport itself serves the paged graph",

@@ -210,6 +210,20 @@ def _multipliers(facts: Facts) -> Values:
     }
 
 
+def _gpt_oss(facts: Facts) -> Values:
+    """gpt-oss: what bounds its activations, and how its RoPE is rounded, is not in the file."""
+    values = _common(facts, "GptOssForCausalLM") | _experts(facts, "num_local_experts")
+    size = facts.metadata.get("expert_feed_forward_length", int, values["intermediate_size"])
+    rope = values["rope_parameters"]
+    if rope.get("rope_type") == "yarn":
+        rope["truncate"] = False
+    return values | {
+        "attention_bias": True,
+        "intermediate_size": size,
+        "sliding_window": facts.metadata.require("attention.sliding_window", int),
+    }
+
+
 def _olmo2(facts: Facts) -> Values:
     return _common(facts, "Olmo2ForCausalLM") | {
         "attention_bias": facts.has("blk.0.attn_q.bias"),
@@ -231,6 +245,7 @@ def _smollm3(facts: Facts) -> Values:
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
+    "gpt-oss": Architecture(_gpt_oss),
     "granite": Architecture(_granite, neighbours=True),
     "granitemoe": Architecture(_granite_moe, neighbours=True),
     "llama": Architecture(_llama, neighbours=True),

@@ -102,12 +102,13 @@ def check_decodable(name: str, tensor: str) -> None:
     if name in _OWN:
         return
     quants = _library(name, tensor)
-    kind = getattr(_types(), name, None)
-    if kind is None or kind not in quants._type_traits:
+    try:
+        quants.dequantize(np.zeros((1, BY_NAME[name].num_bytes), np.uint8), _types()[name])
+    except (KeyError, NotImplementedError) as error:
         raise CheckpointError(
             f"the tensor {tensor} is {name}, which the package gguf cannot decode. Give a file in "
             "another type, such as Q8_0 or Q4_K_M."
-        )
+        ) from error
 
 
 def decode(name: str, tensor: str, data: NDArray[np.uint8]) -> NDArray[Any]:

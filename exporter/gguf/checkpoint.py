@@ -11,8 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.exporter.checkpoint import Checkpoint
+from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.gguf import blocks
+from onnxport.exporter.gguf.layouts import GATE_BIAS, GATE_UP_BIAS, UP_BIAS
 from onnxport.exporter.packed import PackedMatrix
 from onnxport.exporter.shard import DTYPES, Shard
 
@@ -39,8 +40,9 @@ class GgufCheckpoint(Checkpoint):
         super().__init__(shards)
         self._turned = turned
         self._last = lru_cache(maxsize=1)(self._load_rows)  # numbers and then steps of a panel
+        for kind, name in {one.dtype: name for name, one in self._tensors.items()}.items():
+            blocks.check_decodable(kind, name)
         for name, tensor in tuple(self._tensors.items()):
-            blocks.check_decodable(tensor.dtype, name)
             if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
                 self._tensors[name] = replace(tensor, shape=(1, *tensor.shape))
         for name, tensor in self._tensors.items():
@@ -51,6 +53,22 @@ class GgufCheckpoint(Checkpoint):
                 self._packed[name] = PackedMatrix(
                     (rows, columns), bits, groups, name, name, None, None
                 )
+        self._joined: dict[str, tuple[str, str]] = {}
+        for name in tuple(self._tensors):
+            if name.endswith(GATE_BIAS):
+                self._join(name, name.removesuffix(GATE_BIAS))
+
+    def _join(self, gate: str, prefix: str) -> None:
+        """Make one vector of the biases of gate and of up, whose numbers take turns in it."""
+        up, whole = prefix + UP_BIAS, prefix + GATE_UP_BIAS
+        first, second = self._tensors[gate], self._tensors.get(up)
+        if second is not None and (first.shape, first.dtype) == (second.shape, second.dtype):
+            shape = (*first.shape[:-1], 2 * first.shape[-1])
+            size = first.size_bytes + second.size_bytes
+            self._tensors[whole] = replace(first, name=whole, shape=shape, size_bytes=size)
+            self._owners[whole] = self._owners[gate]
+            self._joined[whole] = gate, up
+            del self._tensors[gate], self._tensors[up]
 
     @property
     def group_widths(self) -> frozenset[int]:
@@ -64,7 +82,9 @@ class GgufCheckpoint(Checkpoint):
         return {
             name: one.dtype
             for name, one in self._tensors.items()
-            if len(one.shape) > 1 and one.dtype not in DTYPES and name not in self._packed
+            if len(one.shape) > 1
+            and one.dtype not in (*DTYPES, blocks.MXFP4)  # of which the expert precision tells
+            and name not in self._packed
         }
 
     def is_readable(self, name: str) -> bool:
@@ -81,6 +101,13 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str) -> NDArray[Any]:
         """Read one tensor whole, in its shape; see `read_rows`."""
         shape = self._tensors[name].shape
+        if name in self._joined:
+            rows, dtype = math.prod(shape[:-1]), self._tensors[name].dtype
+            halves = [
+                to_float32(blocks.decode(dtype, one, self._data(one, 0, rows)))
+                for one in self._joined[name]
+            ]
+            return np.stack(halves, axis=-1).reshape(shape)
         if len(shape) > 1:
             return super().read(name)
         values = blocks.decode(self._tensors[name].dtype, name, self._data(name, 0, 1))

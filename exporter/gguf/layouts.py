@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from onnxport.exporter import mxfp4
 from onnxport.exporter.families.base import TensorNames
 
 ROPE_FACTORS: Final = "rope_freqs.weight"
 LONG_FACTORS: Final = "rope_factors_long.weight"
 SHORT_FACTORS: Final = "rope_factors_short.weight"
+GATE_BIAS: Final = "ffn_gate_exps.bias"
+UP_BIAS: Final = "ffn_up_exps.bias"
+GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 
 LAYOUT: Final = TensorNames(
     embedding="token_embd.weight",
@@ -40,6 +44,13 @@ LAYOUT: Final = TensorNames(
 )
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gpt-oss": {
+        "post_norm": "post_attention_norm.weight",
+        "sinks": "attn_sinks.weight",
+        "expert_blocks": (mxfp4.BLOCK_SIZE,),
+        "expert_gate_up_bias": GATE_UP_BIAS,
+        "expert_down_bias": "ffn_down_exps.bias",
+    },
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
 }
 

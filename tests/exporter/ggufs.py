@@ -25,6 +25,7 @@ Pick = Callable[[str, Array], Kind]  # the type of a tensor, by its name in the 
 ARCHITECTURES: Mapping[str, str] = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
@@ -41,6 +42,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "smollm3": "smollm3",
 }
 NEIGHBOURS = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
+SINKS = "self_attn.sinks.weight"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _JOINED = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
 
@@ -74,9 +76,12 @@ def write(
             add(writer, key, value)
     for name, values in tensors(folder, config, architecture):
         kind = pick if isinstance(pick, Kind) else pick(name, values)
-        if values.ndim == 1 or name.endswith("ffn_gate_inp.weight"):
+        if values.ndim == 1 or name.endswith(("ffn_gate_inp.weight", ".bias")):
             kind = Kind.F32
-        writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
+        if values.dtype == np.uint8:
+            writer.add_tensor(name, values, raw_dtype=Kind.MXFP4)
+        else:
+            writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -176,7 +181,7 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             "{arch}.residual_scale": float(config["residual_multiplier"]),
             "{arch}.logit_scale": float(config["logits_scaling"]),
         }
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3"):
         keys["{arch}.attention.sliding_window"] = config.get("sliding_window") or 0
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(cap):
@@ -231,10 +236,11 @@ def tensors(
     arch = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     found = {
-        name: tensor.float().numpy()
+        name: tensor.numpy() if tensor.dtype == torch.uint8 else tensor.float().numpy()
         for path in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
+    found = dict(_gpt_oss(found)) if architecture == "gpt-oss" else found
     for name, values in _with_experts_joined(found).items():
         base, dot, suffix = name.rpartition(".")
         target = names.get_name(base)
@@ -246,6 +252,26 @@ def tensors(
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32)
+
+
+def _gpt_oss(found: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Experts in MXFP4 as ggml packs it, and gate and up, whose rows take turns, apart."""
+    for name, values in found.items():
+        if name.endswith("_scales"):
+            continue
+        if name.endswith("_blocks"):
+            scales = found[name.removesuffix("_blocks") + "_scales"]
+            numbers = np.stack([values & 15, values >> 4], axis=-1).reshape(*scales.shape, 2, 16)
+            packed = numbers[..., 0, :] | numbers[..., 1, :] << 4
+            values = np.concatenate([scales[..., None], packed], axis=-1)
+            values = values.reshape(*scales.shape[:-1], -1)
+            name = name.replace("_blocks", ".weight")
+        name = name.replace("_proj_bias", "_proj.bias").replace("self_attn.sinks", SINKS)
+        if "gate_up_proj" not in name:
+            yield name, values
+            continue
+        for at, part in enumerate(("gate", "up")):
+            yield name.replace("gate_up_proj", f"{part}_proj"), values[:, at::2].copy()
 
 
 def _with_experts_joined(found: Mapping[str, Array]) -> dict[str, Array]:

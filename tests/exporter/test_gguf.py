@@ -25,7 +25,16 @@ from tests.exporter.run_graphs import Graph
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 FILES = ("model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz")
 SAME = (
-    *("gemma2", "gemma3", "gemma3-linear", "granite", "granitemoe", "granitemoeshared", "llama"),
+    *(
+        "gemma2",
+        "gemma3",
+        "gemma3-linear",
+        "gpt-oss",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "llama",
+    ),
     *("llama-mha", "llama-mqa-biases", "llama-tied", "llama-one-layer", "llama-linear"),
     *("llama-yarn", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "phi3-longrope"),
     *("phi3-window", "qwen2", "qwen2-moe", "qwen2-ragged", "qwen3", "qwen3-biases", "qwen3-moe"),
@@ -42,6 +51,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 6,
         "rope_local_base_freq": 10_000.0,
     },
+    "gpt-oss": {"swiglu_limit": 7.0},
     "mixtral": {"sliding_window": None},
     "qwen3-moe": {"mlp_only_layers": []},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
