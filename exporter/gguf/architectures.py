@@ -18,6 +18,7 @@ from onnxport.exporter.gguf.ropes import ORIGINAL, rope_parameters
 Values = dict[str, Any]
 
 _SOFTMAX: Final = 1  # of `expert_gating_func`
+_SIGMOID: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,43 @@ def _multipliers(facts: Facts) -> Values:
     }
 
 
+def _corrected(facts: Facts, model: str, **rope: bool) -> Values:
+    """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it."""
+    meta = facts.metadata
+    values = _common(facts, model, **rope)
+    further = meta.get("nextn_predict_layers", int, 0)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        meta.expect(key, 1)
+    return values | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "num_hidden_layers": values["num_hidden_layers"] - further,
+        "num_nextn_predict_layers": further or None,
+        "n_routed_experts": meta.require("expert_count", int),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "n_shared_experts": meta.get("expert_shared_count", int, 0),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": meta.get("expert_weights_scale", float, 0.0) or 1.0,
+    }
+
+
+def _dots1(facts: Facts) -> Values:
+    facts.metadata.expect("expert_gating_func", _SIGMOID)
+    return _corrected(facts, "Dots1ForCausalLM") | {"sliding_window": None}
+
+
+def _ernie(facts: Facts) -> Values:
+    return _common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has("blk.0.attn_q.bias")}
+
+
+def _glm4_moe(facts: Facts) -> Values:
+    facts.metadata.expect("expert_gating_func", _SIGMOID)
+    return _corrected(facts, "Glm4MoeForCausalLM", partial=True) | {
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+    }
+
+
 def _gpt_oss(facts: Facts) -> Values:
     """gpt-oss: what bounds its activations, and how its RoPE is rounded, is not in the file."""
     values = _common(facts, "GptOssForCausalLM") | _experts(facts, "num_local_experts")
@@ -237,14 +275,24 @@ def _olmoe(facts: Facts) -> Values:
     return values | {"norm_topk_prob": False}
 
 
+def _seed_oss(facts: Facts) -> Values:
+    return _common(facts, "SeedOssForCausalLM") | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_out_bias": facts.has("blk.0.attn_output.bias"),
+    }
+
+
 def _smollm3(facts: Facts) -> Values:
     """SmolLM3: every fourth layer rotates nothing, which is not in the file."""
     return _common(facts, "SmolLM3ForCausalLM") | _biases(facts) | {"no_rope_layer_interval": 4}
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "dots1": Architecture(_dots1),
+    "ernie4_5": Architecture(_ernie),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
+    "glm4moe": Architecture(_glm4_moe),
     "gpt-oss": Architecture(_gpt_oss),
     "granite": Architecture(_granite, neighbours=True),
     "granitemoe": Architecture(_granite_moe, neighbours=True),
@@ -256,5 +304,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3": Architecture(_qwen3),
     "qwen3moe": Architecture(_qwen3_moe),
+    "seed_oss": Architecture(_seed_oss),
     "smollm3": Architecture(_smollm3, neighbours=True),
 }

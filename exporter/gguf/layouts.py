@@ -35,6 +35,7 @@ LAYOUT: Final = TensorNames(
     router="ffn_gate_inp",
     expert_gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     expert_down=("ffn_down_exps.weight",),
+    correction="exp_probs_b.bias",
     shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
     shared_down=("ffn_down_shexp",),
     shared_gate="ffn_gate_inp_shexp",
@@ -44,6 +45,7 @@ LAYOUT: Final = TensorNames(
 )
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {
         "post_norm": "post_attention_norm.weight",
         "sinks": "attn_sinks.weight",
@@ -52,6 +54,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_down_bias": "ffn_down_exps.bias",
     },
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
+    "seed_oss": {"post_norm": "post_attention_norm.weight"},
 }
 
 

@@ -30,8 +30,6 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
     "attention.sliding_window": 0,
     "embedding_scale": 1.0,
     "expert_count": 0,
-    "expert_group_count": 0,
-    "expert_group_used_count": 0,
     "expert_shared_count": 0,
     "expert_used_count": 0,
     "expert_weights_scale": 1.0,

@@ -23,8 +23,11 @@ Array = NDArray[np.float32]
 Pick = Callable[[str, Array], Kind]  # the type of a tensor, by its name in the file
 
 ARCHITECTURES: Mapping[str, str] = {
+    "dots1": "dots1",
+    "ernie4_5": "ernie4_5",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
@@ -39,6 +42,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "seed_oss": "seed_oss",
     "smollm3": "smollm3",
 }
 NEIGHBOURS = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
@@ -170,7 +174,7 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
     if config.get("head_dim"):
         keys |= {"{arch}.attention.key_length": head, "{arch}.attention.value_length": head}
-    if architecture in ("llama", "phi3", "granite", "granitemoe", "smollm3"):
+    if architecture in ("llama", "phi3", "granite", "granitemoe", "smollm3", "glm4moe"):
         partial = rope.get("partial_rotary_factor", 1.0)
         keys["{arch}.rope.dimension_count"] = int(head * partial)
     keys |= _scaling(rope, config) | _experts(config)
@@ -212,10 +216,20 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    count = config.get("num_local_experts", config.get("num_experts"))
+    routed = config.get("n_routed_experts")
+    count = config.get("num_local_experts", config.get("num_experts", routed))
     if not count:
         return {}
-    keys = {
+    keys: dict[str, Any] = {}
+    if routed:
+        keys = {
+            "{arch}.expert_gating_func": 2,
+            "{arch}.expert_shared_count": config["n_shared_experts"],
+            "{arch}.expert_weights_norm": config["norm_topk_prob"],
+            "{arch}.expert_weights_scale": float(config["routed_scaling_factor"]),
+            "{arch}.leading_dense_block_count": config["first_k_dense_replace"],
+        }
+    keys |= {
         "{arch}.expert_count": count,
         "{arch}.expert_used_count": config["num_experts_per_tok"],
     }
@@ -242,7 +256,8 @@ def tensors(
     }
     found = dict(_gpt_oss(found)) if architecture == "gpt-oss" else found
     for name, values in _with_experts_joined(found).items():
-        base, dot, suffix = name.rpartition(".")
+        spelled = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        base, dot, suffix = spelled.rpartition(".")
         target = names.get_name(base)
         assert target is not None, name
         yield target + dot + suffix, _changed(name, values, config)

@@ -29,23 +29,15 @@ from tests.exporter.run_graphs import Graph
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 FILES = ("model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz")
 SAME = (
-    *(
-        "gemma2",
-        "gemma3",
-        "gemma3-linear",
-        "gpt-oss",
-        "granite",
-        "granitemoe",
-        "granitemoeshared",
-        "llama",
-    ),
-    *("llama-mha", "llama-mqa-biases", "llama-tied", "llama-one-layer", "llama-linear"),
-    *("llama-yarn", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "phi3-longrope"),
-    *("phi3-window", "qwen2", "qwen2-moe", "qwen2-ragged", "qwen3", "qwen3-biases", "qwen3-moe"),
-    "smollm3",
+    *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
+    *("gpt-oss", "granite", "granitemoe", "granitemoeshared", "llama", "llama-mha"),
+    *("llama-mqa-biases", "llama-tied", "llama-one-layer", "llama-linear", "llama-yarn"),
+    *("mistral", "mixtral", "olmo2", "olmoe", "phi3", "phi3-longrope", "phi3-window", "qwen2"),
+    *("qwen2-moe", "qwen2-ragged", "qwen3", "qwen3-biases", "qwen3-moe", "seed-oss", "smollm3"),
 )
 # What GGUF files do not say, and llama.cpp knows of the models that were published.
 KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None},
     "gemma3-linear": {
