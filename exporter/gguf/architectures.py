@@ -154,6 +154,7 @@ def _gemma(facts: Facts, model: str, largest: int) -> Values:
 
 def _gemma2(facts: Facts) -> Values:
     meta = facts.metadata
+    meta.expect("attention.sliding_window_pattern", 2)
     return _gemma(facts, "Gemma2ForCausalLM", 46) | {
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", float, 50.0),
         "final_logit_softcapping": meta.get("final_logit_softcapping", float, 30.0),

@@ -127,16 +127,15 @@ def decode(name: str, tensor: str, data: NDArray[np.uint8]) -> NDArray[Any]:
     """
     if name in _PLAIN:
         return np.ascontiguousarray(data).view(_PLAIN[name])
-    if name not in _OWN:
-        quants = _library(name, tensor)
-        found: NDArray[np.float32] = quants.dequantize(data, _types()[name])
-        return found
     if name == MXFP4:
         return mxfp4.decode(*mxfp4_blocks(data))
-    kind = BY_NAME[name]
-    blocks = data.reshape(len(data), -1, kind.num_bytes)
-    numbers = _levels(name, blocks[..., _SCALE_BYTES:]).astype(np.float32)
-    numbers *= steps(name, data)[..., None]
+    with np.errstate(over="ignore", invalid="ignore"):  # seen as numbers that are not finite
+        if name not in _OWN:
+            found: NDArray[np.float32] = _library(name, tensor).dequantize(data, _types()[name])
+            return found
+        blocks = data.reshape(len(data), -1, BY_NAME[name].num_bytes)
+        numbers = _levels(name, blocks[..., _SCALE_BYTES:]).astype(np.float32)
+        numbers *= steps(name, data)[..., None]
     return numbers.reshape(len(data), -1)
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from benchmarks import make_gguf
-from onnxport.errors import ExportError
+from onnxport.errors import CheckpointError, ExportError
+from onnxport.exporter import weights
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
@@ -64,11 +65,65 @@ def case(name: str) -> checkpoints.Case:
 def test_the_artifact_is_that_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     checkpoints.make(case(name), tmp_path / "checkpoint")
     path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf")
-    options = ExportOptions(precision="fp32", threads=2, context_length=case(name).context_length)
-    expected = export_model(tmp_path / "checkpoint", tmp_path / "expected", options)
-    found = export_model(path, tmp_path / "found", options)
+    check_same(tmp_path / "checkpoint", path, tmp_path, context_length=case(name).context_length)
+
+
+def check_same(source: Path, path: Path, folder: Path, **options: Any) -> None:
+    """Both are exported, and make the same artifact."""
+    chosen = ExportOptions(**{"precision": "fp32", "threads": 2, **options})
+    expected = export_model(source, folder / "expected", chosen)
+    found = export_model(path, folder / "found", chosen)
     for file in FILES:
         assert (found / file).read_bytes() == (expected / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.F32])
+def test_panels_may_end_inside_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    checkpoints.make(checkpoints.CASES["llama-mha"], tmp_path / "checkpoint")
+    path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", kind)
+    monkeypatch.setattr(weights, "_PANEL_ELEMENTS", 7 * 64)
+    check_same(tmp_path / "checkpoint", path, tmp_path)
+
+
+@pytest.mark.parametrize("context", [64, 65, 128])
+def test_factors_of_the_context(tmp_path: Path, context: int) -> None:
+    """Phi-3's long ones beyond its original context."""
+    checkpoints.make(checkpoints.CASES["phi3-longrope"], tmp_path / "checkpoint")
+    path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    check_same(tmp_path / "checkpoint", path, tmp_path, context_length=context)
+
+
+def test_layers_behind_the_last_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoint"
+    checkpoints.make(checkpoints.CASES["glm4-moe"], folder)
+    extra = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    first = gguf.GGUFWriter.write_header_to_file
+
+    def with_one_more(self: gguf.GGUFWriter, path: Path | None = None) -> None:
+        self.add_tensor("blk.3.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
+        first(self, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_one_more)
+        path = ggufs.write(folder, tmp_path / "model.gguf", extra=extra)
+    check_same(folder, path, tmp_path)
+    assert "such as blk.3.nextn.eh_proj.weight) of what guesses tokens" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q6_K])
+def test_a_scale_that_is_no_number(tmp_path: Path, kind: Kind) -> None:
+    path = made(tmp_path, kind, **WIDE)
+    (tensor,) = [one for one in gguf.GGUFReader(path).tensors if one.name == "blk.1.ffn_up.weight"]
+    with path.open("r+b") as file:
+        file.seek(tensor.data_offset + (0 if kind == Kind.Q8_0 else 208))
+        file.write(np.float16(np.inf).tobytes())
+    for precision in ("int8", "fp32"):
+        with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight holds values that are"):
+            export_model(path, tmp_path / "artifact", ExportOptions(precision=precision))
 
 
 def by_matrix(name: str, values: NDArray[np.float32]) -> Kind:
@@ -267,12 +322,9 @@ def check_logits(path: Path, destination: Path, model: PreTrainedModel) -> None:
 def test_experts_stay_in_mxfp4(tmp_path: Path, precision: str) -> None:
     checkpoints.make(case("gpt-oss"), tmp_path / "checkpoint")
     path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf")
-    options = ExportOptions(precision=precision, group_size=32, expert_precision="mxfp4")
-    expected = export_model(tmp_path / "checkpoint", tmp_path / "expected", options)
-    found = export_model(path, tmp_path / "found", options)
-    for file in FILES:
-        assert (found / file).read_bytes() == (expected / file).read_bytes()
-    assert Artifact.read(found).manifest.expert_precision == "mxfp4"
+    options = {"precision": precision, "group_size": 32, "expert_precision": "mxfp4"}
+    check_same(tmp_path / "checkpoint", path, tmp_path, **options)
+    assert Artifact.read(tmp_path / "found").manifest.expert_precision == "mxfp4"
 
 
 def test_experts_in_another_type_are_not_kept_in_mxfp4(tmp_path: Path) -> None:
