@@ -187,25 +187,26 @@ def _phi3(facts: Facts) -> Values:
 
 
 def _granite(facts: Facts) -> Values:
-    return _common(facts, "GraniteForCausalLM") | _biases(facts) | _multipliers(facts)
+    return _multiplied(facts, "GraniteForCausalLM") | _biases(facts)
 
 
 def _granite_moe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", True)
     shared = facts.metadata.get("expert_shared_feed_forward_length", int, 0)
     model = "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
-    values = _common(facts, model) | _experts(facts, "num_local_experts") | _multipliers(facts)
+    values = _multiplied(facts, model) | _experts(facts, "num_local_experts")
     if shared:
         values["shared_intermediate_size"] = shared
     return values | {"attention_bias": facts.has("blk.0.attn_q.bias")}
 
 
-def _multipliers(facts: Facts) -> Values:
+def _multiplied(facts: Facts, model: str) -> Values:
+    """Granite's multipliers; that of attention is the usual one where it is not told."""
     meta = facts.metadata
-    head = meta.require("embedding_length", int) // meta.require("attention.head_count", int)
+    values = _common(facts, model)
     attention = meta.get("attention.scale", float, 0.0)
-    return {
-        "attention_multiplier": attention or 1 / math.sqrt(head),
+    return values | {
+        "attention_multiplier": attention or 1 / math.sqrt(values["head_dim"]),
         "embedding_multiplier": meta.get("embedding_scale", float, 1.0),
         "residual_multiplier": meta.get("residual_scale", float, 1.0),
         "logits_scaling": meta.get("logit_scale", float, 1.0),
