@@ -88,7 +88,7 @@ def export_model(
         spec = family.spec(config, options.context_length)
         further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
         config.check_all_used(family.name)
-        files = origin.files() if options.tokenizer is None else options.tokenizer
+        files = origin.files() if options.tokenizer is None else Path(options.tokenizer)
         check_tokenizer(files)
         if options.tokenizer is not None:
             check_fits(files, spec.vocab_size)
@@ -214,20 +214,21 @@ def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
 def _tell_requantized(checkpoint: Checkpoint, plan: WeightPlan, options: ExportOptions) -> None:
     """Say what of a checkpoint was quantized, and is quantized again."""
     types = checkpoint.requantized
-    names = {
-        part.tensor
+    bits = {
+        part.tensor: block.bits
         for role, matrix in plan.matrices.items()
-        if block_of(role, matrix, options) is not None
+        if (block := block_of(role, matrix, options)) is not None
         for part in matrix.parts
         if part.tensor in types
     }
-    if names:
+    if bits:
+        targets = sorted({f"int{one}" for one in bits.values()})
         logger.warning(
-            "%d matrices are stored in %s, whose blocks no artifact has; they are quantized again, "
-            "to %s in groups of %d, which changes them%s",
-            *(len(names), ", ".join(sorted({types[name] for name in names}))),
-            *(options.projections, options.group),
-            ". The precision int8 changes them less" if options.projections == "int4" else "",
+            "matrices are stored in %s, %d of them, whose blocks no artifact has; they are "
+            "quantized again, to %s in groups of %d, which changes them%s",
+            *(", ".join(sorted({types[name] for name in bits})), len(bits)),
+            *(" and ".join(targets), options.group),
+            ". The precision int8 changes them less" if "int4" in targets else "",
         )
 
 

@@ -16,6 +16,7 @@ from onnxport.exporter.gguf.vocabulary import (
     CONTROL,
     NORMAL,
     PREFIX,
+    SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -25,7 +26,6 @@ from onnxport.exporter.source import TEMPLATE_FOLDER
 
 _TEMPLATE: Final = "tokenizer.chat_template"
 _WHOLE: Final = "tokenizer.huggingface.json"
-_SPACE: Final = "\u2581"  # how SentencePiece spells a space
 # Architectures whose merges are in the order of their tokens, and not of these' scores.
 _BY_PLACE: Final = ("gemma2", "gemma3")
 # Architectures whose added tokens take in the spaces behind them, but for these.
@@ -153,10 +153,10 @@ def _sentence_piece(
     unknown = found.special.get("unknown")
     if unknown is None:
         unknown = next((place for place, kind in enumerate(found.types) if kind == UNKNOWN), None)
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-    prefix = [{"type": "Prepend", "prepend": _SPACE}] if found.space_prefix else []
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if found.space_prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},

@@ -22,6 +22,7 @@ CONTROL: Final = 3
 USER_DEFINED: Final = 4
 UNUSED: Final = 5
 BYTE: Final = 6
+SPACE: Final = "\u2581"  # how SentencePiece spells a space
 
 _SPECIAL: Final = ("bos", "eos", "eot", "eom", "unknown", "padding")
 # Keys that change nothing here: tokens of tasks that are not asked for.
@@ -101,6 +102,8 @@ class Vocabulary:
                 f"{path} has {len(tokens)} tokens, {len(types)} of their types and {len(scores)} "
                 f"scores, which must be as many. Download it again."
             )
+        if kind == "llama":
+            tokens = tuple(map(_as_in_texts, tokens, types))
         special = {}
         for name in _SPECIAL:
             found = own.get(f"{name}_token_id")
@@ -141,6 +144,12 @@ class Vocabulary:
     def text(self, name: str) -> str | None:
         """A special token as it is spelled; None: there is none."""
         return self.tokens[self.special[name]] if name in self.special else None
+
+
+def _as_in_texts(token: str, kind: int) -> str:
+    """A token as texts have it: of runs of spaces, which Gemma has, there are two spellings."""
+    is_run = kind == USER_DEFINED and len(token) > 1 and not token.strip(SPACE)
+    return " " * len(token) if is_run else token
 
 
 def _check_keys(own: Mapping[str, Any], path: Path) -> None:

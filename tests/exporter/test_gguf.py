@@ -256,7 +256,8 @@ def test_what_is_quantized_again_is_told(tmp_path: Path, caplog: pytest.LogCaptu
         caplog.clear()
         options = ExportOptions(precision=precision)
         artifact = Artifact.read(export_model(path, tmp_path / precision, options))
-        assert "16 matrices are stored in Q4_K, Q5_K, Q6_K, whose blocks" in caplog.text
+        assert "stored in Q4_K, Q5_K, Q6_K, 16 of them, whose blocks" in caplog.text
+        assert ("to int4 and int8 in groups of 32" in caplog.text) == (precision == "int4")
         assert ("int8 changes them less" in caplog.text) == (precision == "int4")
         off = np.linalg.norm(stored(artifact, "layers.1.down") - expected)
         assert least < off / np.linalg.norm(expected) < most

@@ -164,7 +164,7 @@ def pieces() -> dict[str, Any]:
     story = (DEMO.parents[1] / "README.md").read_text(encoding="utf-8")
     trained.train_from_iterator([story, *TEXTS[:4]], trainer)
     merges = json.loads(trained.to_str())["model"]["merges"]
-    made_of_two = ["".join(one) for one in merges]
+    made_of_two = [one for one in map("".join, merges) if one.strip("\u2581\n")]
     letters = sorted({one for token in trained.get_vocab() for one in token})[:90]
     normal = list(dict.fromkeys([*made_of_two, "\u2581", "\n", *letters]))
     fixed = ["<unk>", "<s>", "</s>"]
@@ -259,19 +259,52 @@ def test_tokens_in_a_text_of_pieces(pieces: dict[str, Any], tmp_path: Path) -> N
         assert "<|end|>" not in found.decode(ids)
 
 
-def test_transformers_reads_the_same_of_a_file(pieces: dict[str, Any], tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
-    for key, value in pieces.items():
+def written(folder: Path, values: Mapping[str, Any], architecture: str) -> Path:
+    """The keys in a file of no tensors, model.gguf."""
+    writer = GGUFWriter(folder / "model.gguf", architecture)
+    for key, value in values.items():
         ggufs.add(writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return folder
+
+
+def test_transformers_reads_the_same_of_a_file(pieces: dict[str, Any], tmp_path: Path) -> None:
+    written(tmp_path, pieces, "llama")
     reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     found = made(pieces, tmp_path / "files")
     for text in TEXTS:
         if not text.startswith(" "):  # where it adds no further one, unlike llama.cpp
             assert found.encode(text).ids == reference(text).input_ids
+
+
+@pytest.mark.parametrize("space", [" ", "\u2581"])
+def test_gemmas_runs_of_spaces_and_lines(
+    space: str, pieces: dict[str, Any], tmp_path: Path
+) -> None:
+    """They are user-defined tokens ahead of the pieces, in either spelling."""
+    runs = [space * 2, space * 3, space * 4, "\n\n", "\n\n\n"]
+    own = {
+        key: [*value[:259], *insert, *value[259:]]
+        for key, insert in (
+            ("tokenizer.ggml.tokens", runs),
+            ("tokenizer.ggml.token_type", [4] * len(runs)),
+            ("tokenizer.ggml.scores", [0.0] * len(runs)),
+        )
+        for value in (pieces[key],)
+    }
+    own |= {"tokenizer.ggml.add_space_prefix": False}
+    reference = AutoTokenizer.from_pretrained(
+        written(tmp_path, {**pieces, **own}, "gemma2"), gguf_file="model.gguf"
+    )
+    found = made({**pieces, **own}, tmp_path / "files", "gemma2")
+    for text in (*TEXTS, "a  b   c    d e\n\nf\n\n\n\ng", "   "):
+        ids = found.encode(text).ids
+        assert found.decode(ids) == text
+        if space == " ":  # the other spelling it does not read
+            assert ids == reference(text).input_ids
 
 
 # What is beside the tokens.
