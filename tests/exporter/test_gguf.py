@@ -23,9 +23,12 @@ from onnxport.exporter import weights
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import Attention
 from onnxport.providers.cpu.library import find_library
 from tests.exporter import checkpoints, ggufs
 from tests.exporter.run_graphs import Graph
+from tests.providers.models import opened, run_rows
+from tests.tiers import every
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 FILES = ("model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz")
@@ -61,7 +64,7 @@ def case(name: str) -> checkpoints.Case:
     return replace(found, config={**found.config, **KNOWN.get(name, {})})
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", every(3, SAME))
 def test_the_artifact_is_that_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     checkpoints.make(case(name), tmp_path / "checkpoint")
     path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf")
@@ -326,6 +329,34 @@ def test_experts_stay_in_mxfp4(tmp_path: Path, precision: str) -> None:
     options = {"precision": precision, "group_size": 32, "expert_precision": "mxfp4"}
     check_same(tmp_path / "checkpoint", path, tmp_path, **options)
     assert Artifact.read(tmp_path / "found").manifest.expert_precision == "mxfp4"
+
+
+@pytest.mark.parametrize("attention", ["custom", "decomposed"])
+def test_experts_of_any_architecture_stay_in_mxfp4(tmp_path: Path, attention: Attention) -> None:
+    """Which llama.cpp's type MXFP4_MOE has; what they mean is what the file's numbers are."""
+
+    def kind(name: str, _: object) -> Kind:
+        return Kind.MXFP4 if "_exps" in name else Kind.F32
+
+    path = made(
+        tmp_path,
+        kind,
+        "qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        head_dim=16,
+        norm_topk_prob=True,
+    )
+    tokens = checkpoints.tokens(count=20).tolist()
+    logits = []
+    for experts in ("same", "mxfp4"):
+        options = ExportOptions(precision="fp32", expert_precision=experts)
+        artifact = export_model(path, tmp_path / experts, options)
+        exact = {"matmul_accuracy_level": 1, "kv_cache_dtype": "float32"}
+        with opened(artifact, attention, **exact) as model:
+            logits.append(run_rows(model, [(tokens, 0, [0, 1])]))
+    np.testing.assert_allclose(*logits, atol=5e-5)
 
 
 def test_experts_in_another_type_are_not_kept_in_mxfp4(tmp_path: Path) -> None:
