@@ -112,9 +112,7 @@ def _split(found: Vocabulary) -> Split:
 def _byte_level(found: Vocabulary, vocab: Mapping[str, int], split: Split) -> dict[str, Any]:
     """Byte pairs, as GPT-2 has them."""
     merges = [merge.split(" ") for merge in found.merges]
-    wrong = next(
-        (one for one in merges if len(one) != 2 or not {*one, "".join(one)} <= vocab.keys()), None
-    )
+    wrong = next((one for one in merges if not _is_merge(one, vocab)), None)
     if wrong is not None or not merges:
         raise CheckpointError(
             f"{found.path} has {len(merges)} merges of tokens, of which {wrong} is none of two "
@@ -131,6 +129,11 @@ def _byte_level(found: Vocabulary, vocab: Mapping[str, int], split: Split) -> di
         },
         "model": _model(vocab, merges) | {"ignore_merges": split.whole_words},
     }
+
+
+def _is_merge(parts: list[str], vocab: Mapping[str, int]) -> bool:
+    """Whether they are two tokens, which together are a third one."""
+    return len(parts) == 2 and parts[0] in vocab and parts[1] in vocab and "".join(parts) in vocab
 
 
 def _sentence_piece(
@@ -263,4 +266,5 @@ def _write_templates(values: Mapping[str, Any], path: Path, folder: Path) -> Non
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=2), encoding="utf-8")
+    # In one line: with `indent` it takes seconds for a large vocabulary.
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
