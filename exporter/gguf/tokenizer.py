@@ -28,7 +28,7 @@ _TEMPLATE: Final = "tokenizer.chat_template"
 _WHOLE: Final = "tokenizer.huggingface.json"
 # Architectures whose merges are in the order of their tokens, and not of these' scores.
 _BY_PLACE: Final = ("gemma2", "gemma3")
-# Architectures whose added tokens take in the spaces behind them, but for these.
+# Architectures whose added tokens, of SentencePiece, take in the spaces behind them, but for these.
 _STRIPPED: Final = ("phi3",)
 _NOT_STRIPPED: Final = ("<unk>", "<s>", "<|endoftext|>")
 _SAMPLING: Final[Mapping[str, str]] = {
@@ -92,7 +92,9 @@ def tokenizer(found: Vocabulary, architecture: str) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added_tokens(found, strips=architecture in _STRIPPED),
+        "added_tokens": _added_tokens(
+            found, strips=found.kind == "llama" and architecture in _STRIPPED
+        ),
         "post_processor": _around(found, begins if found.adds_bos is None else found.adds_bos),
         **parts,
     }
@@ -191,9 +193,9 @@ def _model(vocab: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:
 
 def _added_tokens(found: Vocabulary, *, strips: bool) -> list[dict[str, Any]]:
     """Tokens that are found in texts before anything else is done with them."""
-    special = {
-        found.special[name] for name in ("bos", "eos", "eot", "eom") if name in found.special
-    }
+    special = set(found.ends())
+    if "bos" in found.special:
+        special.add(found.special["bos"])
     return [
         {
             "id": place,
@@ -202,7 +204,7 @@ def _added_tokens(found: Vocabulary, *, strips: bool) -> list[dict[str, Any]]:
             "lstrip": False,
             "rstrip": strips and token not in _NOT_STRIPPED,
             "normalized": False,
-            "special": kind != USER_DEFINED,
+            "special": kind != USER_DEFINED or place in special,
         }
         for place, (token, kind) in enumerate(zip(found.tokens, found.types, strict=True))
         if kind in (UNKNOWN, CONTROL, USER_DEFINED) or place in special

@@ -46,11 +46,12 @@ _READ: Final = frozenset(
         *(f"{name}_token_id" for name in _SPECIAL),
     }
 )
-# Control tokens that end what a model says, whatever else a file calls its end; see llama.cpp's.
+# Tokens that end what a model says, whatever else a file calls its end, and whatever it calls them;
+# llama.cpp has these and more.
 _ENDS: Final = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
-        *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_role|>", "</s>"),
+        *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>"),
     }
 )
 _HARMONY: Final = frozenset({"<|return|>", "<|call|>", "<|end|>"})  # the last one ends no text
@@ -135,7 +136,7 @@ class Vocabulary:
         known = {
             token: place
             for place, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind == CONTROL and token in _ENDS
+            if kind in (CONTROL, USER_DEFINED) and token in _ENDS
         }
         if known.keys() >= _HARMONY:
             del known["<|end|>"]

@@ -271,6 +271,14 @@ def written(folder: Path, values: Mapping[str, Any], architecture: str) -> Path:
     return folder
 
 
+def test_only_phi_3s_pieces_take_in_spaces(demo: dict[str, Any], tmp_path: Path) -> None:
+    """Phi-4 is of the same architecture, and has byte pairs."""
+    text = "<|im_end|>\n<|im_end|>"
+    found = [made(demo, tmp_path / one, one).encode(text).ids for one in ("llama", "phi3")]
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
 def test_transformers_reads_the_same_of_a_file(pieces: dict[str, Any], tmp_path: Path) -> None:
     written(tmp_path, pieces, "llama")
     reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
@@ -325,7 +333,10 @@ def test_ends_of_texts(demo: dict[str, Any], tmp_path: Path) -> None:
 
     assert ends({}, {}) == [2045, 2043]
     assert ends({2046: "<|call_me|>"}, {}, eos=2046, eot=2045, eom=2044) == [2046, 2045, 2044, 2043]
-    assert ends({}, {2043: 4}) == [2045]  # one that is text ends nothing
+    assert ends({}, {2043: 4}) == [2045, 2043]  # also where a file calls it text
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode([2043]) == ""
+    assert ends({2046: "<|end_of_role|>"}, {2046: 3}) == [2045, 2043]
+    assert ends({}, {2043: 1}) == [2045]
     harmony = {2043: "<|return|>", 2044: "<|call|>", 2046: "<|end|>"}
     assert ends(harmony, {2046: 3}, eos=2043) == [2043, 2044, 2045]
     assert ends({2046: "<|end|>"}, {2046: 3}) == [2045, 2043, 2046]
