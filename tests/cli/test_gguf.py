@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
@@ -18,12 +20,15 @@ from onnxport.graphs.artifact import Artifact
 from tests.exporter import ggufs
 from tests.exporter.test_gguf_tokenizer import DEMO, keys
 
+from .conftest import serving
 from .test_arguments import parse
 
 
 def demo(path: Path, kind: Kind, pre: str = "qwen2") -> str:
     """The demo model as a file."""
     vocab = keys(Tokenizer.from_file(str(DEMO / "tokenizer.json")), pre, eos=2045, padding=2043)
+    config = json.loads((DEMO / "tokenizer_config.json").read_text(encoding="utf-8"))
+    vocab["tokenizer.chat_template"] = config["chat_template"]
     return str(ggufs.write(DEMO, path, kind, vocab=vocab))
 
 
@@ -47,6 +52,24 @@ def test_generate_as_from_the_checkpoint(
     assert said[0] == said[1]
     assert len(said[0].split()) > 8
     assert len(list(cache.glob("story-fp32-*/manifest.json"))) == 1
+
+
+@pytest.mark.slow
+def test_a_server_chats_by_the_files_template(tmp_path: Path) -> None:
+    request = {
+        "messages": [{"role": "user", "content": "What is onnxport?"}],
+        "temperature": 0,
+        "max_tokens": 32,
+    }
+    answers = []
+    for source in (demo(tmp_path / "story.gguf", Kind.BF16), str(DEMO)):
+        options = ("--precision", "fp16", "--served-model-name", "story")
+        with serving(source, *options, ONNXPORT_CACHE=str(tmp_path / "cache")) as (address, _):
+            answer = httpx.post(f"{address}/v1/chat/completions", json=request, timeout=60)
+            (choice,) = answer.raise_for_status().json()["choices"]
+            answers.append((choice["message"]["content"], choice["finish_reason"]))
+    assert answers[0] == answers[1]
+    assert "onnxport" in answers[0][0]
 
 
 def test_the_cache_knows_files_and_what_suits_them(tmp_path: Path, cache: Path) -> None:
