@@ -88,11 +88,6 @@ _UNEVEN: Final = np.array(
 _OWN: Final = frozenset({*_PLAIN, "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", MXFP4})
 
 
-def is_plain(name: str) -> bool:
-    """Whether numbers of a type have no blocks."""
-    return name in _PLAIN
-
-
 def check_decodable(name: str, tensor: str) -> None:
     """Refuse a type whose numbers cannot be read.
 

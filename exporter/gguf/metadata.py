@@ -80,10 +80,6 @@ class Metadata:
         """The key as the file has it."""
         return f"{self.architecture}.{key}"
 
-    def has(self, key: str) -> bool:
-        """Whether `key` is there."""
-        return key in self._values
-
     def require(self, key: str, kind: type[T]) -> T:
         """The value of `key`, which must be there. Raises CheckpointError if it is not."""
         value = self.get(key, kind, None)

@@ -237,6 +237,10 @@ def test_where_smollm3_rotates() -> None:
     assert rotated == (True, True, True, False, True)
 
 
+def test_a_whole_number_is_a_number() -> None:
+    assert spec(facts("llama", rope__freq_base=500)).rope.theta == 500.0
+
+
 def test_no_embedding() -> None:
     found = facts("llama")
     with pytest.raises(CheckpointError, match=r"no embedding token_embd\.weight"):

@@ -222,6 +222,8 @@ def test_pieces_by_scores(pieces: dict[str, Any], tmp_path: Path) -> None:
         assert encoded == [1, *expected]
         assert found.decode(encoded) == text
     assert special_tokens(tmp_path, 1000).bos == 1
+    types = made({**pieces, "tokenizer.ggml.unknown_token_id": None}, tmp_path)
+    assert types.to_str() == found.to_str()  # the type of a token says it, too
 
 
 def test_pieces_without_a_space_ahead(pieces: dict[str, Any], tmp_path: Path) -> None:
