@@ -165,6 +165,7 @@ def rotated(name: str, values: NDArray[np.float32], config: dict[str, Any]) -> N
 def rope_theta(config: dict[str, Any]) -> float:
     """The base of the rotation, wherever the writer of the checkpoint put it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3's; that of the others is always the same
     kind = rope.get("rope_type", "default")
     if kind != "default" and config["model_type"] != "gpt_oss":
         raise SystemExit(f"rope_type is {kind}; only the default is supported")

@@ -229,17 +229,20 @@ class Checkpoint:
                 f"{_some(wrong)}. Check that config.json belongs to these weights."
             )
         untyped = [
-            f"{name} is {found.dtype} in {self._owners[name].path.name}"
+            f"{name} is {self._tensors[name].dtype} in {self._owners[name].path.name}"
             for name in shapes
-            if (found := self._tensors[name]).dtype not in DTYPES
-            and name not in self._scales
-            and name not in self._packed
+            if not self.is_readable(name)
         ]
         if untyped:
             raise CheckpointError(
                 f"{len(untyped)} tensors have a type that cannot be exported: {_some(untyped)}. "
                 f"Allowed are {', '.join(DTYPES)}: export the original, unquantized checkpoint."
             )
+
+    def is_readable(self, name: str) -> bool:
+        """Whether a tensor is read as floats."""
+        is_quantized = name in self._scales or name in self._packed
+        return is_quantized or self._tensors[name].dtype in DTYPES
 
     def size_bytes(self, name: str) -> int:
         """Bytes of one tensor as it is read."""
@@ -300,6 +303,17 @@ class Checkpoint:
             float32 [rows, blocks]; None: a block has more than one step.
         """
         return self._integers(name).steps(start, stop, block_size)
+
+    @property
+    def group_widths(self) -> frozenset[int]:
+        """Columns of groups that share a scale, of matrices in integers."""
+        widths = {one.group_size for one in self._packed.values() if one.num_groups > 1}
+        return frozenset(width for width in widths if width is not None)
+
+    @property
+    def requantized(self) -> Mapping[str, str]:
+        """The type of each matrix that is quantized, but not in integers as artifacts have them."""
+        return {}
 
     @property
     def packed_matrices(self) -> Mapping[str, packed.PackedMatrix]:

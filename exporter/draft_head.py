@@ -17,6 +17,7 @@ from onnxport.exporter.checkpoint import Checkpoint
 from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import paged_graph
 from onnxport.exporter.families import eagle3, find_family
+from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback
 from onnxport.exporter.plan import check_unused, plan_weights, unused_tensors
@@ -60,6 +61,13 @@ def export_head(
     options = options or ExportOptions()
     check_destination(destination, overwrite=options.overwrite)
     folder = find_checkpoint(source, revision=options.revision, token=options.token)
+    if is_gguf(folder.path):
+        raise ExportError(
+            f"--target was given, and {folder.path} is a GGUF file, in which no draft head is "
+            "read. Leave the target out, or give the head's original checkpoint."
+        )
+    if options.tokenizer is not None:
+        raise ExportError("a draft head has the tokenizer of its target: leave --tokenizer out.")
     config = Config.read(folder.path)
     if not eagle3.is_head(config):
         raise ExportError(
@@ -69,6 +77,11 @@ def export_head(
     if options.keeps_experts:
         raise ExportError("the expert precision mxfp4 was asked for, and this head has no experts.")
     model = find_checkpoint(target, token=options.token)
+    if is_gguf(model.path):
+        raise ExportError(
+            f"{model.path} is a GGUF file; give the original checkpoint of the model that the head "
+            "was trained for."
+        )
     model_config = Config.read(model.path)
     if eagle3.is_head(model_config):
         raise ExportError(f"{model.path} is a draft head; give the model that heads guess for.")
@@ -155,7 +168,7 @@ def _manifest(
 ) -> Manifest:
     return Manifest(
         model=spec,
-        precision=options.precision,
+        precision=options.projections,
         group_size=options.group,
         head_precision=options.head,
         activation_dtype=options.activation_dtype.name,

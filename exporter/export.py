@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,10 @@ from onnxport.exporter.decoder import gqa_graph, paged_graph
 from onnxport.exporter.families import find_family
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.families.eagle3 import is_head
-from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoint
+from onnxport.exporter.gguf.parts import is_gguf
+from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
+from onnxport.exporter.origin import DEFAULT_PRECISION, open_origin
 from onnxport.exporter.plan import (
     EXPERTS,
     MatrixPlan,
@@ -27,18 +29,18 @@ from onnxport.exporter.plan import (
     unused_tensors,
 )
 from onnxport.exporter.progress import advance_through
-from onnxport.exporter.quantization import read_quantization
 from onnxport.exporter.shard import DTYPES
 from onnxport.exporter.sizes import artifact_bytes
 from onnxport.exporter.source import (
     TEMPLATE_FOLDER,
     TOKENIZER_FILES,
     SpecialTokens,
+    check_fits,
     check_tokenizer,
     read_json,
     special_tokens,
 )
-from onnxport.exporter.weights import StreamingWeights
+from onnxport.exporter.weights import StreamingWeights, block_of
 from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
@@ -58,9 +60,10 @@ def export_model(
     """Export a checkpoint as an artifact folder, which appears complete or not at all.
 
     Args:
-        source: A folder with `config.json` and safetensors weights, or a hub id.
+        source: A folder with `config.json` and safetensors weights, a GGUF file (of a split one the
+            first), or a hub id.
         destination: The folder to make.
-        options: How; None: int4 in groups of 128.
+        options: How; None: int4 in groups of 128, or what keeps most of quantized weights.
         progress: Called as the checkpoint is read, on the calling thread.
 
     Returns:
@@ -74,24 +77,109 @@ def export_model(
     options = options or ExportOptions()
     check_destination(destination, overwrite=options.overwrite)
     folder = find_checkpoint(source, revision=options.revision, token=options.token)
-    config = Config.read(folder.path)
-    if is_head(config):
-        raise ExportError(
-            f"{folder.path} is a draft head, which needs the model that it guesses for: name its "
-            "checkpoint with --target (in Python: export_head)."
-        )
-    family = find_family(config)
-    spec = family.spec(config, options.context_length)
-    further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
-    quantization = read_quantization(config)
-    config.check_all_used(family.name)
-    check_tokenizer(folder.path)
-    tokens = special_tokens(folder.path, spec.vocab_size)
-    if not (folder.path / TOKENIZER_FILES[0]).is_file():
+    with open_origin(folder) as origin:
+        config = origin.config
+        if is_head(config):
+            raise ExportError(
+                f"{folder.path} is a draft head, which needs the model that it guesses for: name "
+                "its checkpoint with --target (in Python: export_head)."
+            )
+        family = find_family(config)
+        spec = family.spec(config, options.context_length)
+        further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
+        config.check_all_used(family.name)
+        files = origin.files() if options.tokenizer is None else Path(options.tokenizer)
+        check_tokenizer(files)
+        if options.tokenizer is not None:
+            check_fits(files, spec.vocab_size)
+        tokens = special_tokens(files, spec.vocab_size)
+        _warn(folder, files, spec)
+        options = options.settled(origin.precision)
+        with origin.open(spec, options.token) as checkpoint:
+            names = origin.names(family, checkpoint)
+            names = replace(names, further=(*names.further, *map(names.layer.format, further)))
+            if family.head_tells and not config.has("tie_word_embeddings"):
+                spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
+            job = _Job(folder, files, spec, names, tokens, config)
+            return _export(job, checkpoint, Path(destination), options, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is exported, all of it read but the weights."""
+
+    folder: CheckpointFolder
+    files: Path  # a folder with the tokenizer's
+    spec: ArchSpec
+    names: TensorNames
+    tokens: SpecialTokens
+    config: Config
+
+
+def _export(
+    job: _Job,
+    checkpoint: Checkpoint,
+    destination: Path,
+    options: ExportOptions,
+    progress: ProgressCallback | None,
+) -> Path:
+    """Check the tensors, and write the artifact."""
+    spec = job.spec
+    if options.group_size is None:
+        options = replace(options, group_size=fitting_group(checkpoint.group_widths))
+    plan = plan_weights(spec, job.names)
+    _check_tensors(checkpoint, plan, spec, job.names)
+    if options.keeps_experts:
+        _check_kept(checkpoint, plan, job.config)
+    elif options.block() and {*_expert_dtypes(checkpoint, plan).values()} == {MXFP4}:
         logger.warning(
-            "%s has no %s, so the artifact will take token ids only; transformers makes one of a "
-            "tokenizer.model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-            *(folder.path, TOKENIZER_FILES[0]),
+            "experts are stored in MXFP4 and are quantized again, to %s, which changes them; "
+            "the expert precision mxfp4 keeps them as they are",
+            options.projections,
+        )
+    _tell_requantized(checkpoint, plan, options)
+    with ArtifactWriter(
+        destination,
+        overwrite=options.overwrite,
+        expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
+    ) as writer:
+        advance = advance_through(checkpoint, plan, progress)
+        with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
+            writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
+        _tell_kept(weights, options)
+        writer.write_graph("paged", paged_graph(spec, weights.stored))
+        writer.write_graph("gqa", gqa_graph(spec, weights.stored))
+        _write_small_files(writer, job.files, spec, job.tokens)
+        manifest = _manifest(spec, options, job.tokens, job.folder)
+        moved = weights.stored.have_zero_points or None
+        return writer.commit(replace(manifest, zero_points=moved))
+
+
+def preferred_precision(folder: CheckpointFolder) -> str:
+    """The precision that an export of a checkpoint has where none is asked for.
+
+    Raises:
+        CheckpointError: It cannot be read.
+        UnsupportedModelError: A GGUF file of a model that is not supported.
+    """
+    if not is_gguf(folder.path):
+        return DEFAULT_PRECISION
+    with open_origin(folder) as origin:
+        return origin.precision
+
+
+def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec) -> None:
+    """Say what an artifact will not be good for."""
+    if not (files / TOKENIZER_FILES[0]).is_file():
+        advice = (
+            "name the folder of the model's own with --tokenizer"
+            if is_gguf(folder.path)
+            else "transformers makes one of a tokenizer.model: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+        logger.warning(
+            "%s has no %s, so the artifact will take token ids only; %s",
+            *(folder.path, TOKENIZER_FILES[0], advice),
         )
     if spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
         logger.warning(
@@ -100,52 +188,6 @@ def export_model(
             "onnxport itself serves the paged graph",
             *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
-    folder = fetch_weights(folder, token=options.token)
-    with Checkpoint.open(
-        folder.path, quantization.weight_block, quantization.packing
-    ) as checkpoint:
-        if options.group_size is None:
-            options = replace(options, group_size=_group_size(checkpoint))
-        names = family.names_in(checkpoint.names)
-        names = replace(
-            names,
-            further=(*names.further, *map(names.layer.format, further)),
-            ignored=(*names.ignored, *quantization.ignored),
-        )
-        if family.head_tells and not config.has("tie_word_embeddings"):
-            spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
-        plan = plan_weights(spec, names)
-        _check_tensors(checkpoint, plan, spec, names)
-        if options.keeps_experts:
-            _check_kept(checkpoint, plan, config)
-        elif options.block() and {*_expert_dtypes(checkpoint, plan).values()} == {MXFP4}:
-            logger.warning(
-                "experts are stored in MXFP4 and are quantized again, to %s, which changes them; "
-                "the expert precision mxfp4 keeps them as they are",
-                options.precision,
-            )
-        with ArtifactWriter(
-            destination,
-            overwrite=options.overwrite,
-            expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
-        ) as writer:
-            advance = advance_through(checkpoint, plan, progress)
-            with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
-                writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
-            _tell_kept(weights, options)
-            writer.write_graph("paged", paged_graph(spec, weights.stored))
-            writer.write_graph("gqa", gqa_graph(spec, weights.stored))
-            _write_small_files(writer, folder.path, spec, tokens)
-            manifest = _manifest(spec, options, tokens, folder)
-            moved = weights.stored.have_zero_points or None
-            return writer.commit(replace(manifest, zero_points=moved))
-
-
-def _group_size(checkpoint: Checkpoint) -> int:
-    """The group size that leaves integers of a checkpoint as they are, as far as one does."""
-    matrices = checkpoint.packed_matrices.values()
-    widths = {one.group_size for one in matrices if one.num_groups > 1}
-    return fitting_group([width for width in widths if width is not None])
 
 
 def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
@@ -155,12 +197,39 @@ def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
         logger.warning(
             "of %d blocks of integers %d (%.1f %%) could not stay as they are, and were quantized "
             "again, to %s in groups of %d, which changes them: %s",
-            *(count, count - kept, 100 * (count - kept) / count, options.precision, options.group),
+            *(
+                count,
+                count - kept,
+                100 * (count - kept) / count,
+                options.projections,
+                options.group,
+            ),
             "their bits or groups are other ones, or a head or experts have zero points"
-            + (". The precision int8 changes them less" if options.precision == "int4" else ""),
+            + (". The precision int8 changes them less" if options.projections == "int4" else ""),
         )
     elif count:
         logger.info("all %d blocks of integers are stored as they are", count)
+
+
+def _tell_requantized(checkpoint: Checkpoint, plan: WeightPlan, options: ExportOptions) -> None:
+    """Say what of a checkpoint was quantized, and is quantized again."""
+    types = checkpoint.requantized
+    bits = {
+        part.tensor: block.bits
+        for role, matrix in plan.matrices.items()
+        if (block := block_of(role, matrix, options)) is not None
+        for part in matrix.parts
+        if part.tensor in types
+    }
+    if bits:
+        targets = sorted({f"int{one}" for one in bits.values()})
+        logger.warning(
+            "matrices are stored in %s, %d of them, whose blocks no artifact has; they are "
+            "quantized again, to %s in groups of %d, which changes them%s",
+            *(", ".join(sorted({types[name] for name in bits})), len(bits)),
+            *(" and ".join(targets), options.group),
+            ". The precision int8 changes them less" if "int4" in targets else "",
+        )
 
 
 def _check_tensors(
@@ -213,7 +282,7 @@ def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> Non
             f"of experts are not: {others[0]} is {found[others[0]]}. Leave it out, and "
             "experts are of the precision that the rest has."
         )
-    assert all(one.scale == 1 and not one.interleaved for one in _experts(plan))
+    assert all(one.scale == 1 for one in _experts(plan))
     logger.warning(
         "onnxruntime-genai will not run %s on a processor: ONNX Runtime has no kernel for experts "
         "in MXFP4 there. onnxport itself serves the paged graph",
@@ -256,7 +325,7 @@ def _manifest(
 ) -> Manifest:
     return Manifest(
         model=spec,
-        precision=options.precision,
+        precision=options.projections,
         group_size=options.group,
         head_precision=options.head,
         expert_precision=options.expert_precision if options.keeps_experts else None,

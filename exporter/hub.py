@@ -13,6 +13,7 @@ from typing import Final
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.config import CONFIG_FILE
+from onnxport.exporter.gguf.parts import SUFFIX, is_gguf
 from onnxport.exporter.source import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 _SMALL_FILES: Final = [CONFIG_FILE, *TOKENIZER_FILES, f"{TEMPLATE_FOLDER}/*.jinja"]
@@ -30,9 +31,9 @@ _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 class CheckpointFolder:
     """A checkpoint on this machine; of one of the hub's, the weights may be missing yet."""
 
-    path: Path
-    name: str  # hub id, or the folder's name
-    revision: str | None  # commit on the hub; None for a local folder
+    path: Path  # of the folder, or of a GGUF file
+    name: str  # hub id, or the folder's or file's name
+    revision: str | None  # commit on the hub; None where it is local
 
 
 def find_checkpoint(
@@ -43,21 +44,32 @@ def find_checkpoint(
     Of a hub id all but the weights is downloaded, which `fetch_weights` does.
 
     Args:
-        source: A folder, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
+        source: A folder, a GGUF file, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
         revision: Branch, tag or commit on the hub; None: the default branch.
         token: Hub token; None: the one that is logged in, if any.
 
     Raises:
-        CheckpointError: Neither a folder nor a hub id, or the hub cannot give it: no such model or
-            revision, gated, or unreachable and not in the cache.
+        CheckpointError: Neither a folder nor a file nor a hub id, or the hub cannot give it: no
+            such model or revision, gated, without a configuration, or unreachable and not in the
+            cache.
     """
     path = Path(source)
     if path.is_dir():
         return CheckpointFolder(path, path.resolve().name, None)
+    if is_gguf(path):
+        return CheckpointFolder(path, path.stem, None)
     is_path = str(source).startswith(".")  # ./model, ../model
+    if path.suffix.lower() == SUFFIX and not path.exists():
+        raise CheckpointError(f"there is no file {source}; check the path of the GGUF file.")
     if path.exists() or is_path or not _HUB_ID.fullmatch(str(source)):
         raise _neither(source)
     found = _download(str(source), revision, token, _SMALL_FILES)
+    if not (found / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"the hub's {source} has no {CONFIG_FILE}, so no checkpoint that can be read from "
+            f"there. Of GGUF files download one (`hf download {source} FILE{SUFFIX}`), and give "
+            "its path."
+        )
     return CheckpointFolder(found, str(source), found.name)
 
 
@@ -74,8 +86,9 @@ def fetch_weights(folder: CheckpointFolder, *, token: str | bool | None = None) 
 
 def _neither(source: str | Path) -> CheckpointError:
     return CheckpointError(
-        f"{source} is neither a folder nor a hub id (owner/name). Give a folder with "
-        f"{CONFIG_FILE} and safetensors weights, or an id such as Qwen/Qwen2.5-0.5B-Instruct."
+        f"{source} is neither a folder nor a hub id (owner/name), nor a GGUF file. Give a folder "
+        f"with {CONFIG_FILE} and safetensors weights, a file whose name ends in {SUFFIX}, or an id "
+        "such as Qwen/Qwen2.5-0.5B-Instruct; files are not chosen by OWNER/NAME:TYPE."
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,8 @@ class ExportOptions:
     `precision`. None chooses int8 for an int4 model, whose logits a 4-bit head would blur most
     for the least gain, and "same" otherwise.
 
+    `precision` None is int4, or what suits a GGUF file, see `settled`.
+
     `group_size` None is that of the checkpoint, where it has weights in integers, in groups that it
     divides, and 128 otherwise.
 
@@ -35,7 +38,7 @@ class ExportOptions:
     has in MXFP4 as it is, and is an error where its experts are anything else.
     """
 
-    precision: str = "int4"  # of the projections: int4, int8, fp16, fp32
+    precision: str | None = None  # of the projections: int4, int8, fp16, fp32
     group_size: int | None = None  # input features that share a scale: 32, 64, 128
     asymmetric: bool = False  # zero points of their own for projections in int4
     head_precision: str | None = None  # same, int4, int8, fp16
@@ -44,13 +47,14 @@ class ExportOptions:
     overwrite: bool = False  # replace an older artifact, once the new one is complete
     revision: str | None = None  # branch, tag or commit on the hub
     token: str | bool | None = field(default=None, repr=False)  # hub; None: who is logged in
+    tokenizer: Path | None = None  # a folder with the tokenizer's files; None: the checkpoint's
     threads: int | None = None  # None: all that this process may use
 
     def __post_init__(self) -> None:
         """Check the values."""
         heads = (None, "same", *PRECISIONS)
         for name, value, allowed in (
-            ("precision", self.precision, PRECISIONS),
+            ("precision", self.precision, (None, *PRECISIONS)),
             ("group size", self.group_size, (None, *GROUP_SIZES)),
             ("head precision", self.head_precision, heads),
             ("expert precision", self.expert_precision, ("same", *EXPERT_PRECISIONS)),
@@ -58,23 +62,34 @@ class ExportOptions:
             if value not in allowed:
                 listed = ", ".join(str(item) for item in allowed if item is not None)
                 raise ExportError(f"the {name} {value!r} is not one of {listed}.")
-        if self.asymmetric and self.precision != "int4":
+        if self.asymmetric and self.projections != "int4":
             raise ExportError(
                 f"asymmetric blocks are of projections in int4, and the precision is "
-                f"{self.precision}: leave it out, or use the precision int4."
+                f"{self.projections}: leave it out, or use the precision int4."
             )
-        if "fp32" in {self.precision, self.head} and self.head != self.precision:
+        if "fp32" in {self.projections, self.head} and self.head != self.projections:
             raise ExportError(
-                f"a head in {self.head} does not go with projections in {self.precision}: fp32 is "
-                "all or nothing, for activations have one type. Use the head precision 'same'."
+                f"a head in {self.head} does not go with projections in {self.projections}: fp32 "
+                "is all or nothing, for activations have one type. Use the head precision 'same'."
             )
+
+    def settled(self, precision: str) -> ExportOptions:
+        """The same with this precision, where none was asked for, nor blocks that only int4 has."""
+        if self.precision is not None or self.asymmetric:
+            return self
+        return replace(self, precision=precision)
+
+    @property
+    def projections(self) -> str:
+        """The precision of the projections, settled."""
+        return self.precision or "int4"
 
     @property
     def head(self) -> str:
         """The precision of head and embedding, settled."""
         if self.head_precision is None:
-            return "int8" if self.precision == "int4" else self.precision
-        return self.precision if self.head_precision == "same" else self.head_precision
+            return "int8" if self.projections == "int4" else self.projections
+        return self.projections if self.head_precision == "same" else self.head_precision
 
     @property
     def keeps_experts(self) -> bool:
@@ -84,7 +99,7 @@ class ExportOptions:
     @property
     def activation_dtype(self) -> np.dtype[Any]:
         """The type of activations, norms, biases and scales in the graphs."""
-        return np.dtype(np.float32 if self.precision == "fp32" else np.float16)
+        return np.dtype(np.float32 if self.projections == "fp32" else np.float16)
 
     @property
     def num_threads(self) -> int:
@@ -98,7 +113,7 @@ class ExportOptions:
     @property
     def is_quantized(self) -> bool:
         """Whether any matrix is quantized here."""
-        return bool({self.precision, self.head} & set(_BITS))
+        return bool({self.projections, self.head} & set(_BITS))
 
     @property
     def group(self) -> int | None:
@@ -120,7 +135,7 @@ class ExportOptions:
         """
         if experts and self.keeps_experts:
             return BlockFormat(fp4.BITS, fp4.BLOCK_SIZE, is_fp4=True)
-        bits = _BITS.get(self.head if head else self.precision)
+        bits = _BITS.get(self.head if head else self.projections)
         if bits is None:
             return None
         sizes = [size for size in GROUP_SIZES if size <= (self.group_size or GROUP_SIZES[-1])]

@@ -263,8 +263,8 @@ def _expert_parts(
 
     Args:
         prefix: of the layer's tensors.
-        names: with "{}" for the expert, of one half each; or one name without, of a tensor that has
-            all halves of all experts.
+        names: with "{}" for the expert, of one half each; or without, of tensors that have all
+            experts: one has all halves, or each has one of them.
         shape: [experts, rows of an expert, columns].
         halves: the parts of an expert, which have as many rows.
         transposed: the one tensor is [experts, columns, rows].
@@ -274,6 +274,12 @@ def _expert_parts(
     if "{}" in names[0]:
         return tuple(
             Part(f"{prefix}{name.format(expert)}.weight", half)
+            for expert in range(experts)
+            for name in names
+        )
+    if len(names) > 1:
+        return tuple(
+            Part(prefix + name, half, expert * half, (experts, half, columns))
             for expert in range(experts)
             for name in names
         )

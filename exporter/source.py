@@ -73,6 +73,28 @@ def check_tokenizer(folder: Path) -> None:
         ) from error
 
 
+def check_fits(folder: Path, vocab_size: int) -> None:
+    """Refuse the folder of a tokenizer that is not there, or is another model's.
+
+    Raises:
+        CheckpointError: says what was found.
+    """
+    path = folder / TOKENIZER_FILES[0]
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}, which was named as the tokenizer's folder, holds no {TOKENIZER_FILES[0]}. "
+            "Give a folder with one, such as that of the original checkpoint."
+        )
+    from tokenizers import Tokenizer
+
+    largest = max(Tokenizer.from_file(str(path)).get_vocab().values(), default=0)
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{path} has the token {largest}, and the model has {vocab_size}, counted from 0: it "
+            "is another model's tokenizer."
+        )
+
+
 def special_tokens(folder: Path, vocab_size: int) -> SpecialTokens:
     """Special token ids; `generation_config.json` goes before `config.json`, as in transformers.
 

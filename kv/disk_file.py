@@ -54,7 +54,9 @@ VERSION: Final = 1
 KEY_BYTES: Final = 32
 CHECKSUM_BYTES: Final = 32
 WHOLE: Final = "int64"  # of providers without numbers
-DTYPES: Final = (*cache_rows.DTYPES, WHOLE)
+FLOATS: Final = tuple(cache_rows.FLOAT_BYTES)  # these convert into each other
+PACKED: Final = (cache_rows.INT8, cache_rows.INT4)
+DTYPES: Final = (*FLOATS, *PACKED, WHOLE)
 
 _PREFIX = struct.Struct("<8sII")  # magic, version, header length
 _ALIGNMENT = 64
@@ -110,6 +112,8 @@ class DiskFormat:
     def family(self) -> str:
         """What all entries that can be of use have in common, in 16 hex digits."""
         identity = f"{VERSION}\n{self.unit_tokens}\n{self.model}"
+        if self.dtype in PACKED:  # whoever has a finer cache shall not go on from these
+            identity += f"\n{self.dtype}"
         if self.places:
             identity += f"\n{self.places}"
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -121,14 +125,8 @@ class DiskFormat:
 
     @property
     def readable_dtypes(self) -> tuple[str, ...]:
-        """Dtypes of which an entry is of use: floats are for any numbers, int8 not for floats.
-
-        Whoever asks for a finer cache shall not go on from a coarser one of another day.
-        """
-        if self.dtype == WHOLE:
-            return (WHOLE,)
-        coarsest = max(len(cache_rows.FLOAT_BYTES), cache_rows.DTYPES.index(self.dtype) + 1)
-        return cache_rows.DTYPES[:coarsest]
+        """Dtypes of which an entry is of use: any floats for floats."""
+        return FLOATS if self.dtype in FLOATS else (self.dtype,)
 
     @property
     def max_file_bytes(self) -> int:

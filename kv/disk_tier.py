@@ -100,7 +100,7 @@ class DiskTier:
     def get(self, key: bytes) -> Entry | None:
         """The entry, checked in every field, which counts as a use; None when there is none.
 
-        Its dtype may differ from the format's where both are floating point.
+        Its dtype may differ from the format's where both are floats.
         """
         with self._changed:
             queued = self._queue.get(key)

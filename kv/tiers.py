@@ -81,7 +81,7 @@ class TieredStore:
     def retype(self, dtype: str) -> None:
         """Contents are of `dtype` from now on; those that are here keep theirs.
 
-        Both must be floating point where they differ, so that whoever gets an entry can convert.
+        Both must be of numbers where they differ, so that whoever gets an entry can convert.
         """
         if dtype != self._dtype:
             assert {dtype, self._dtype} <= set(cache_rows.DTYPES), (

@@ -107,13 +107,15 @@ def int4_rows(x: NDArray[np.float32]) -> NDArray[np.uint8]:
         least = numbers[..., own].min(axis=-1, keepdims=True)
         spread = numbers[..., own].max(axis=-1, keepdims=True) - least
         step = np.maximum((spread + MOST_LEVEL // 2) // MOST_LEVEL, 1)
-        most = np.minimum((MOST - least) // step, MOST_LEVEL)
-        level = np.minimum((numbers[..., own] - least + step // 2) // step, most).astype(np.uint8)
+        # so far down that the last level is an int8, too, if that can be
+        first = np.maximum(np.minimum(least, MOST - MOST_LEVEL * step), -MOST)
+        most = np.minimum((MOST - first) // step, MOST_LEVEL)
+        level = np.minimum((numbers[..., own] - first + step // 2) // step, most).astype(np.uint8)
         half = level.shape[-1] // 2
         pairs[..., own.start // 2 : own.start // 2 + half] = (
             level[..., :half] | level[..., half:] << 4
         )
-        steps[..., group], firsts[..., group] = step[..., 0], least[..., 0]
+        steps[..., group], firsts[..., group] = step[..., 0], first[..., 0]
     scale = fine[..., -SCALE_BYTES:].view(np.uint8)
     return np.concatenate([pairs, steps, firsts.view(np.uint8), scale], axis=-1)
 

@@ -180,7 +180,7 @@ class Offloader:
     def _takes(self, format_: DiskFormat) -> bool:
         """Whether the tiers that are there can hold blocks of another dtype beside their own.
 
-        What is in host memory converts; on disk nothing is coarser than what it was opened for.
+        What is in host memory converts; on disk only floats do.
         """
         if format_.dtype in self._format.readable_dtypes:
             return True

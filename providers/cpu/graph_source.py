@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from numpy.typing import NDArray
 
+from onnxport import cache_rows
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers import memory
@@ -133,6 +134,6 @@ def find_graph_cache(
         "cache_groups": str(groups.places) if len(groups.windows) > 1 else None,
     }
     graphs, own = Path(contract.__file__).parent, Path(__file__).parent
-    shared = [own.parent / name for name in SHARED]
+    shared = [*(own.parent / name for name in SHARED), Path(cache_rows.__file__)]
     key = graph_key(artifact, (graphs, graphs / "passes", own, *shared), choices)
     return None if key is None else GraphCache(options.graph_cache, key)

@@ -40,7 +40,9 @@ EXACT = Tolerance("float32 arithmetic", 2e-3, 1e-6)
 HALF = Tolerance("16-bit arithmetic", 1e-1, 1e-2)
 COARSE = Tolerance("8-bit activations", 1.5, 0.5)
 COARSE_CACHE = Tolerance("8-bit KV cache", COARSE.max_diff, COARSE.max_kl)
-COARSEST_CACHE = Tolerance("4-bit KV cache", 4.0, 2.0)
+# Which nobody gets unasked: `verify` tells what it costs, and this catches what is broken. On
+# random models, whose attention is steep: 4.0 and 3.8.
+COARSEST_CACHE = Tolerance("4-bit KV cache", 10.0, 10.0)
 # What rounds what a router reads may give a token of a near tie to another expert, which is another
 # product. Measured on random models: 0.33 and 0.06.
 HALF_OF_EXPERTS = Tolerance("16-bit arithmetic, experts", 6e-1, 2e-1)
@@ -53,10 +55,10 @@ def choose_tolerance(capabilities: Capabilities, *, has_experts: bool) -> Tolera
         capabilities: the types it computes and caches in, and whether it rounds to int8.
         has_experts: whether the model gives tokens to some of several experts.
     """
-    if capabilities.int8_products:
-        return COARSE
     if capabilities.kv_cache_dtype == INT4:
         return COARSEST_CACHE
+    if capabilities.int8_products:
+        return COARSE
     if capabilities.kv_cache_dtype == INT8:
         return COARSE_CACHE
     types = {capabilities.compute_dtype, capabilities.kv_cache_dtype}

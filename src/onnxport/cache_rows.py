@@ -15,7 +15,7 @@ from typing import Final
 
 INT8, INT4 = "int8", "int4"
 FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-DTYPES: Final = (*FLOAT_BYTES, INT8, INT4)  # floats first, then by how coarse they are
+DTYPES: Final = (*FLOAT_BYTES, INT8, INT4)
 SCALE_BYTES: Final = 4
 INT4_GROUP: Final = 32
 

@@ -24,8 +24,9 @@ QUANTIZED = ("int8", "int4", AWQ, MXFP4)
 # An int8 cache whose scales each token has to itself: coarse, and the same in any batch. Attention
 # of random weights is steep; measured: 0.41, and mostly below 0.2.
 INT8_CACHE = Rule("int8 cache", 0.6, identical=True)
-# Likewise of an int4 cache.
-INT4_CACHE = Rule("int4 cache", 3.0, identical=True)
+# An int4 cache is sixteen times as coarse, which such attention turns into other logits: measured
+# 3.3. What this lane shows is that they are the same however they are computed.
+INT4_CACHE = Rule("int4 cache", 6.0, identical=True)
 # Products in float32, so that a near miss is a mistake and not rounding.
 FLOAT32_PRODUCTS: Mapping[str, Any] = {"matmul_accuracy_level": 1}
 # As they are served: int8 activations, which are coarse on purpose. Measured: 0.36.

@@ -139,6 +139,25 @@ def test_all_shards_are_weights_and_nothing_else_is(hub: Hub) -> None:
     assert sorted(hub.files("plain")) == sorted(shards)
 
 
+def test_a_model_that_has_only_gguf_files(hub: Hub) -> None:
+    folder = hub.models["owner/plain"]
+    (folder / "config.json").unlink()
+    (folder / "model-Q4_K_M.gguf").write_text("x")
+    with pytest.raises(CheckpointError, match=r"no config.json.*hf download owner/plain FILE"):
+        find_checkpoint("owner/plain")
+    assert not any(name.endswith(".gguf") for name in hub.files("plain"))
+    with pytest.raises(CheckpointError, match="not chosen by OWNER/NAME:TYPE"):
+        find_checkpoint("owner/plain:Q4_K_M")
+
+
+def test_a_gguf_file_is_never_looked_up(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no file owner/plain\.gguf"):
+        find_checkpoint("owner/plain.gguf")
+    (tmp_path / "x.gguf").touch()
+    assert find_checkpoint(tmp_path / "x.gguf").name == "x"
+    assert not hub.asked
+
+
 def test_a_local_folder_has_its_weights(hub: Hub) -> None:
     found = find_checkpoint(hub.models["owner/plain"])
     assert fetch_weights(found) is found

@@ -1,7 +1,7 @@
 """Rows of an int4 cache in plain NumPy, written from csrc/attention.h.
 
 A row is uint8 [head_size / 2 + 2 * groups + 4]: levels, those of channels half a group apart in a
-byte, the first one's in its low half; the step of each group of 32 channels; its least number, an
+byte, the first one's in its low half; the step of each group of 32 channels; its first number, an
 int8; the bytes of a float32 scale.
 """
 
@@ -41,8 +41,9 @@ def pack(numbers: np.ndarray, scale: np.ndarray) -> np.ndarray:
     levels, steps, firsts = np.empty(numbers.shape, np.uint8), [], []
     for begin in range(0, size, GROUP):
         own = numbers[..., begin : begin + GROUP].astype(int)
-        first, last = own.min(axis=-1, keepdims=True), own.max(axis=-1, keepdims=True)
-        step = np.maximum(1, (last - first + 7) // 15)
+        least, last = own.min(axis=-1, keepdims=True), own.max(axis=-1, keepdims=True)
+        step = np.maximum(1, (last - least + 7) // 15)
+        first = np.clip(np.minimum(least, 127 - 15 * step), -127, None)
         most = np.minimum(15, (127 - first) // step)
         level = np.minimum((own - first + step // 2) // step, most)
         levels[..., begin : begin + GROUP] = level

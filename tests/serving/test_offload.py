@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from onnxport.kv.disk_file import Entry
+from onnxport.kv.pool import BlockPool
 from onnxport.providers.base import Capabilities
-from onnxport.providers.null import NullModel
+from onnxport.providers.null import NullModel, NullOptions
+from onnxport.providers.rows import convert, element_type
 from onnxport.serving import offload
+from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
-from onnxport.serving.offload import are_finite
+from onnxport.serving.offload import Offloader, are_finite, fault_of
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.transfer_costs import Costs
 from tests.serving.helpers import (
@@ -223,6 +227,50 @@ def test_blocks_are_finite_where_all_their_numbers_are(dtype: Any) -> None:
     assert are_finite(blocks).all()
     blocks[:4, 1, 2, 3] = [np.nan, -np.nan, np.inf, -np.inf]
     assert are_finite(blocks).tolist() == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_rows_of_integers_are_finite_where_their_scales_are(dtype: str) -> None:
+    numbers = np.ones((4, 2, 3, 40), np.float32)
+    numbers[1, 0, 2, 7], numbers[2, 1, 1, 39] = np.nan, -np.inf
+    rows = convert(numbers, element_type(dtype))
+    assert are_finite(rows).tolist() == [True, False, False, True]
+    faults = [fault_of(Entry(block.tobytes(), dtype), 40) for block in rows]
+    assert [fault is None for fault in faults] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "on_disk", "stays"),
+    [
+        ("int8", "float32", False, True),
+        ("float32", "int4", False, True),
+        ("int8", "float32", True, False),
+        ("float16", "float32", True, True),
+        ("int8", "int8", True, True),
+    ],
+)
+def test_tiers_stay_where_what_they_hold_converts(
+    tmp_path: Path, own: str, other: str, on_disk: bool, stays: bool
+) -> None:
+    class First(NullModel):
+        dtype = own
+
+        @property
+        def capabilities(self) -> Capabilities:
+            found = super().capabilities
+            return replace(found, kv_format=replace(found.kv_format, dtype=self.dtype))
+
+    class Second(First):
+        dtype = other
+
+    disk = {"kv_disk": tmp_path} if on_disk else {}
+    config = EngineConfig(kv_host_memory=MIB, **disk)
+    options = NullOptions(block_size=16, num_blocks=3, max_model_len=512)
+    moved = Offloader(First(options), BlockPool(3, 16), config)
+    store = moved.store
+    moved.move_to(Second(options), BlockPool(3, 16))
+    assert (moved.store is store) is stays
+    moved.store.close(1.0)
 
 
 def test_what_one_request_needs_is_not_overwritten_by_what_the_next_one_loads() -> None:

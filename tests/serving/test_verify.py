@@ -97,6 +97,7 @@ def test_steps_of_any_size_give_the_same_rows(first: int) -> None:
         (("bfloat16", "float32"), False, HALF, HALF_OF_EXPERTS),
         (("bfloat16", "int8"), False, COARSE_CACHE, COARSE_CACHE),
         (("float32", "int4"), False, COARSEST_CACHE, COARSEST_CACHE),
+        (("float32", "int4"), True, COARSEST_CACHE, COARSEST_CACHE),
     ],
 )
 def test_the_tolerance_follows_from_the_types(

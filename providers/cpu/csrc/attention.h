@@ -12,8 +12,8 @@ namespace onnxport {
 // softmax weights are rounded to eight bits for it, too, so that products and their sums are of
 // integers, and exact: see quads_impl.h.
 //
-// kInt4 is what kInt8 would store, in coarser steps: of each group of kInt4Group channels the least
-// int8, `first`, and a `step` from 1 to 17, so that int8 = first + step * level, a level having four
+// kInt4 is what kInt8 would store, in coarser steps: of each group of kInt4Group channels `first`,
+// an int8 no larger than the least, and a `step` from 1 to 17, so that int8 = first + step * level, a level having four
 // bits. Where it is read, int8 is made of it, and all else is as with kInt8.
 enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kInt4 = 4 };
 

@@ -29,9 +29,9 @@ static inline int64_t int4_scales_at(const Problem& p) {
   return int4_steps_at(p, int4_groups(p.head_size));
 }
 
-// A token's levels, and what makes int8 of them. A level is a distance from the least number in
-// steps, rounded to the nearest; the largest may lie up to seven behind the last level, or the last
-// level behind what an int8 has, where it is the one before.
+// A token's levels, and what makes int8 of them. A level is a distance from the first in steps,
+// rounded to the nearest. The first is the least number of a group, or less where the last level
+// would be more than an int8 is; the largest number may lie up to seven behind the last level.
 struct Levels {
   uint8_t pair[kMaxHeadSize / 2];  // of channels that are half a group apart
   uint8_t step[kMaxHeadSize / kInt4Group];
@@ -51,14 +51,18 @@ struct Levels {
       }
       const int32_t nearest = (largest - least + kMostLevel / 2) / kMostLevel;
       const int32_t by = nearest > 1 ? nearest : 1;
-      const int32_t room = (kLargestInt8 - least) / by,
-                    most = room < kMostLevel ? room : kMostLevel;
+      // so far down that the last level is an int8, too, if that can be
+      const int32_t below = kLargestInt8 - kMostLevel * by;
+      const int32_t lowest = least < below ? least : below;
+      const int32_t start = lowest > -kLargestInt8 ? lowest : -kLargestInt8;
+      const int32_t room = (kLargestInt8 - start) / by;
+      const int32_t most = room < kMostLevel ? room : kMostLevel;
       // exact for what is divided here, below 2^9, by no more than 17
       const uint32_t inverse =
           (0x10000u + static_cast<uint32_t>(by) - 1) / static_cast<uint32_t>(by);
       uint8_t level[kInt4Group];
       for (int64_t i = 0; i < group.width; i++) {
-        const auto distance = static_cast<uint32_t>(from[i] - least + by / 2);
+        const auto distance = static_cast<uint32_t>(from[i] - start + by / 2);
         const auto found = static_cast<int32_t>(distance * inverse >> 16);
         level[i] = static_cast<uint8_t>(found < most ? found : most);
       }
@@ -66,7 +70,7 @@ struct Levels {
       for (int64_t i = 0; i < half; i++)
         pair[group.begin / 2 + i] = static_cast<uint8_t>(level[i] | level[half + i] << 4);
       step[g] = static_cast<uint8_t>(by);
-      first[g] = static_cast<int8_t>(least);
+      first[g] = static_cast<int8_t>(start);
     }
   }
 
@@ -136,8 +140,9 @@ static inline Vec::Quads set1_bytes(const uint8_t* p) {
 // likewise.
 static inline Vec::Quads values_of(Vec::Quads levels, Vec::Quads even, Vec::Quads odd,
                                    Vec::Quads first) {
-  const Vec::Quads products = Vec::add_bytes(Vec::mul_words(Vec::even_bytes(levels), even),
-                                             Vec::mul_words(Vec::odd_bytes(levels), odd));
+  // a slot that nobody has written may hold any step, which is to spoil no other token's value
+  const Vec::Quads low = Vec::even_bytes(Vec::mul_words(Vec::even_bytes(levels), even));
+  const Vec::Quads products = Vec::add_bytes(low, Vec::mul_words(Vec::odd_bytes(levels), odd));
   return Vec::add_bytes(products, first);
 }
 

@@ -45,6 +45,7 @@ EXPORT_OPTIONS = (
     "context_length",
     "revision",
     "token",
+    "tokenizer",
 )
 
 
@@ -63,7 +64,11 @@ def command(
 def add_export_options(parser: argparse.ArgumentParser) -> None:
     """Add what decides the content of an artifact."""
     group = parser.add_argument_group("export")
-    group.add_argument("--precision", choices=PRECISIONS, help="of the weights (int4)")
+    group.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="of the weights (int4; int8 for a GGUF file of more than five bits a weight)",
+    )
     group.add_argument(
         "--group-size",
         type=int,
@@ -91,6 +96,12 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--token", help="hub token; by default the one `hf auth login` stored")
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
+        help="take tokenizer, chat template and generation settings from there",
+    )
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,9 @@ def cache_folder_if_any() -> Path | None:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add the model of a command, for `find_artifact`; `add_export_options` belongs to it."""
     parser.add_argument(
-        "source", metavar="MODEL", help="an artifact; a checkpoint or hub id is exported first"
+        "source",
+        metavar="MODEL",
+        help="an artifact; a checkpoint, GGUF file or hub id is exported first",
     )
 
 
@@ -80,8 +82,8 @@ def find_artifact(options: argparse.Namespace) -> Path:
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{source} is neither an artifact nor a checkpoint: it has no {MANIFEST_FILE} and no "
-            f"{CONFIG_FILE}. Give a folder that `onnxport export` wrote, one of a checkpoint, or a "
-            "hub id."
+            f"{CONFIG_FILE}. Give a folder that `onnxport export` wrote, one of a checkpoint, a "
+            "GGUF file, or a hub id."
         )
     return cached_artifact(source, export_options(options))
 
@@ -96,15 +98,18 @@ def is_artifact(source: str) -> bool:
 def cached_artifact(source: str, options: ExportOptions) -> Path:
     """Return the artifact of a checkpoint, exporting it unless that was done before.
 
-    The key is the checkpoint (the commit of a hub id; names, sizes and times of a folder's files),
-    the export options and the version of onnxport.
+    The key is the checkpoint (the commit of a hub id; names, sizes and times of a folder's files,
+    or of those of a GGUF model), the export options and the version of onnxport.
 
     Raises:
         OnnxportError: the checkpoint cannot be found or exported.
     """
+    from onnxport.exporter.export import preferred_precision
     from onnxport.exporter.hub import find_checkpoint
 
     checkpoint = find_checkpoint(source, revision=options.revision, token=options.token)
+    if options.precision is None:
+        options = options.settled(preferred_precision(checkpoint))
     name = _name(checkpoint, options)
     folder = cache_folder() / name
     with _only_one(folder):
@@ -117,6 +122,8 @@ def cached_artifact(source: str, options: ExportOptions) -> Path:
 def _name(checkpoint: CheckpointFolder, options: ExportOptions) -> str:
     """Return the folder's name: what a person recognizes, and the key."""
     chosen = {k: v for k, v in asdict(options).items() if k not in NO_PART_OF_THE_KEY}
+    if (tokenizer := chosen.pop("tokenizer")) is not None:
+        chosen["tokenizer"] = _fingerprint(tokenizer)
     key = {
         "onnxport": __version__,
         "name": checkpoint.name,
@@ -125,14 +132,16 @@ def _name(checkpoint: CheckpointFolder, options: ExportOptions) -> str:
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     readable = re.sub(r"[^\w.-]+", "--", checkpoint.name)
-    return f"{readable}-{options.precision}-{digest[:12]}"
+    return f"{readable}-{options.projections}-{digest[:12]}"
 
 
-def _fingerprint(folder: Path) -> list[Any]:
-    """Return what changes when a local checkpoint does."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    stats = [(path.name, path.stat()) for path in files]
-    return [str(folder.resolve()), *([n, s.st_size, s.st_mtime_ns] for n, s in stats)]
+def _fingerprint(path: Path) -> list[Any]:
+    """Return what changes when a local checkpoint, a folder or a GGUF file, does."""
+    from onnxport.exporter.gguf.parts import parts_of
+
+    files = sorted(path.iterdir()) if path.is_dir() else parts_of(path)
+    stats = [(each.name, each.stat()) for each in files if each.is_file()]
+    return [str(path.resolve()), *([n, s.st_size, s.st_mtime_ns] for n, s in stats)]
 
 
 @contextmanager

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(commands, "export", "Export a checkpoint to an ONNX artifact.", run)
-    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face folder or hub id")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a Hugging Face folder or hub id, or a GGUF file"
+    )
     parser.add_argument("destination", metavar="DEST", type=Path, help="the folder to make")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an older artifact when the new is done"
@@ -45,15 +47,17 @@ def export_options(options: argparse.Namespace, **changes: Any) -> ExportOptions
     """Return what was asked for, and the exporter's defaults for the rest."""
     from onnxport.exporter.options import ExportOptions
 
-    is_local = Path(options.source).is_dir()
+    is_file = Path(options.source).is_file()
+    is_local = is_file or Path(options.source).is_dir()
     if options.revision is not None and is_local:
         raise ExportError(
-            f"--revision {options.revision} was given, and {options.source} is a local folder, "
-            "which has no revisions; leave it out, or give a hub id"
+            f"--revision {options.revision} was given, and {options.source} is a local "
+            f"{'file' if is_file else 'folder'}, which has no revisions; leave it out, or give a "
+            "hub id"
         )
     target = getattr(options, "target", None)
     if options.token is not None and is_local and (target is None or Path(target).is_dir()):
-        what = "is a local folder, which needs"
+        what = f"is a local {'file' if is_file else 'folder'}, which needs"
         if target is not None:
             what = f"and {target} are local folders, which need"
         raise ExportError(
@@ -65,7 +69,7 @@ def export_options(options: argparse.Namespace, **changes: Any) -> ExportOptions
     if options.group_size is not None and not found.is_quantized:
         raise ExportError(
             f"--group-size {options.group_size} was given, and nothing is quantized to "
-            f"{found.precision} in groups; leave it out, or choose int4 or int8"
+            f"{found.projections} in groups; leave it out, or choose int4 or int8"
         )
     return found
 
@@ -76,6 +80,7 @@ def export(
     """Export with a progress bar, and say how long it took; with a target, a draft head."""
     from onnxport.exporter.draft_head import export_head
     from onnxport.exporter.export import export_model
+    from onnxport.graphs.artifact import Artifact
 
     start_s = time.monotonic()
     with _progress_bar() as progress:
@@ -85,8 +90,9 @@ def export(
             folder = export_model(source, destination, options, progress)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     experts = f" with experts in {options.expert_precision}" if options.keeps_experts else ""
+    precision = Artifact.read(folder, check_graphs=False).manifest.precision
     print(
-        f"Exported {source} to {options.precision}{experts}: {size:,.1f} MB in "
+        f"Exported {source} to {precision}{experts}: {size:,.1f} MB in "
         f"{time.monotonic() - start_s:.1f} s.",
         file=sys.stderr,
     )

@@ -1,0 +1,1 @@
+"""GGUF files, llama.cpp's, as a source of export."""

@@ -1,0 +1,311 @@
+"""GGUF's architectures: what their metadata would be in a `config.json`. One function each.
+
+Keys and what they mean: llama.cpp's `src/llama-model.cpp`. What llama.cpp computes of an
+architecture without being told is said here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from onnxport.errors import UnsupportedModelError
+from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.ropes import ORIGINAL, rope_parameters
+
+Values = dict[str, Any]
+
+_SOFTMAX: Final = 1  # of `expert_gating_func`
+_SIGMOID: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How one of GGUF's architectures is read."""
+
+    config: Callable[[Facts], Values]  # the keys of config.json, with transformers' class
+    neighbours: bool = False  # rows of queries and keys: see `GgufCheckpoint`
+
+
+def read_config(facts: Facts) -> tuple[Architecture, Values]:
+    """The architecture of a file, and the configuration of its model.
+
+    Raises:
+        CheckpointError: A key is missing, of a wrong type, or contradicts another.
+        UnsupportedModelError: An architecture, key or value that is not supported.
+    """
+    name = facts.metadata.architecture
+    found = ARCHITECTURES.get(name)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{facts.metadata.path} is of the architecture {name!r}; of GGUF files read are "
+            f"{', '.join(sorted(ARCHITECTURES))}. Other models are exported from their original "
+            "checkpoint."
+        )
+    values = found.config(facts)
+    facts.metadata.check_all_used()
+    return found, values
+
+
+def _common(facts: Facts, model: str, **rope: bool) -> Values:
+    """What all architectures share; `model` is transformers' class."""
+    meta = facts.metadata
+    hidden = meta.require("embedding_length", int)
+    heads = meta.require("attention.head_count", int)
+    head = meta.get("attention.key_length", int, hidden // max(heads, 1))
+    if (values := meta.get("attention.value_length", int, head)) != head:
+        raise UnsupportedModelError(
+            f"{meta.path}: values have {values} channels a head and keys {head}; supported is one "
+            "number."
+        )
+    return {
+        "architectures": [model],
+        "vocab_size": facts.vocab_size(),
+        "hidden_size": hidden,
+        "intermediate_size": meta.require("feed_forward_length", int),
+        "num_hidden_layers": meta.require("block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.get("attention.head_count_kv", int, heads),
+        "head_dim": head,
+        "max_position_embeddings": meta.require("context_length", int),
+        "rms_norm_eps": meta.require("attention.layer_norm_rms_epsilon", float),
+        "rope_parameters": rope_parameters(facts, head, **rope),
+        "tie_word_embeddings": not facts.has("output.weight"),
+    }
+
+
+def _biases(facts: Facts) -> Values:
+    """Which projections have biases, as tensors tell."""
+    return {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "mlp_bias": facts.has("blk.0.ffn_down.bias"),
+    }
+
+
+def _experts(facts: Facts, count_key: str = "num_experts") -> Values:
+    """How many experts there are; their scores are a softmax of logits."""
+    facts.metadata.expect("expert_gating_func", _SOFTMAX)
+    return {
+        count_key: facts.metadata.require("expert_count", int),
+        "num_experts_per_tok": facts.metadata.require("expert_used_count", int),
+    }
+
+
+def _llama(facts: Facts) -> Values:
+    if not facts.metadata.get("expert_count", int, 0):
+        return _common(facts, "LlamaForCausalLM") | _biases(facts)
+    facts.metadata.expect("expert_weights_norm", True)
+    values = _common(facts, "MixtralForCausalLM") | _experts(facts, "num_local_experts")
+    facts.metadata.expect("expert_feed_forward_length", values["intermediate_size"])
+    return values
+
+
+def _qwen2(facts: Facts) -> Values:
+    return _common(facts, "Qwen2ForCausalLM")
+
+
+def _qwen2_moe(facts: Facts) -> Values:
+    facts.metadata.expect("expert_weights_norm", False)
+    values = _common(facts, "Qwen2MoeForCausalLM") | _experts(facts)
+    meta, size = facts.metadata, values["intermediate_size"]
+    return values | {
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length", int, size),
+        "norm_topk_prob": False,
+    }
+
+
+def _qwen3(facts: Facts) -> Values:
+    return _common(facts, "Qwen3ForCausalLM") | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+    }
+
+
+def _qwen3_moe(facts: Facts) -> Values:
+    facts.metadata.expect("expert_weights_norm", True)
+    return (
+        _common(facts, "Qwen3MoeForCausalLM")
+        | _experts(facts)
+        | {
+            "attention_bias": facts.has("blk.0.attn_q.bias"),
+            "moe_intermediate_size": facts.metadata.require("expert_feed_forward_length", int),
+            "norm_topk_prob": True,
+        }
+    )
+
+
+def _gemma(facts: Facts, model: str, largest: int) -> Values:
+    """What Gemma 2 and 3 share.
+
+    The scale of queries is not in the file; llama.cpp takes it from the size of a head but in the
+    models of 27B, which it knows by their layers (`largest`), where it is from the width of all.
+    """
+    values = _common(facts, model)
+    scalar = values["head_dim"]
+    if values["num_hidden_layers"] == largest:
+        scalar = values["hidden_size"] // values["num_attention_heads"]
+    return values | {
+        "query_pre_attn_scalar": float(scalar),
+        "sliding_window": facts.metadata.require("attention.sliding_window", int),
+    }
+
+
+def _gemma2(facts: Facts) -> Values:
+    meta = facts.metadata
+    meta.expect("attention.sliding_window_pattern", 2)
+    return _gemma(facts, "Gemma2ForCausalLM", 46) | {
+        "attn_logit_softcapping": meta.get("attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": meta.get("final_logit_softcapping", float, 30.0),
+    }
+
+
+def _gemma3(facts: Facts) -> Values:
+    """Gemma 3, whose layers with a window have an unscaled RoPE of their own."""
+    meta = facts.metadata
+    values = _gemma(facts, "Gemma3ForCausalLM", 62)
+    meta.expect("attention.sliding_window_pattern", 6)
+    return values | {
+        "rope_parameters": {
+            "full_attention": values["rope_parameters"],
+            "sliding_attention": {"rope_theta": meta.get("rope.freq_base_swa", float, 10_000.0)},
+        },
+        "final_logit_softcapping": meta.get("final_logit_softcapping", float, None),
+    }
+
+
+def _phi3(facts: Facts) -> Values:
+    meta = facts.metadata
+    values = _common(facts, "Phi3ForCausalLM", partial=True)
+    return values | {
+        "sliding_window": meta.get("attention.sliding_window", int, 0) or None,
+        "original_max_position_embeddings": meta.get(
+            ORIGINAL, int, values["max_position_embeddings"]
+        ),
+    }
+
+
+def _granite(facts: Facts) -> Values:
+    return _multiplied(facts, "GraniteForCausalLM") | _biases(facts)
+
+
+def _granite_moe(facts: Facts) -> Values:
+    facts.metadata.expect("expert_weights_norm", True)
+    shared = facts.metadata.get("expert_shared_feed_forward_length", int, 0)
+    model = "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
+    values = _multiplied(facts, model) | _experts(facts, "num_local_experts")
+    if shared:
+        values["shared_intermediate_size"] = shared
+    return values | {"attention_bias": facts.has("blk.0.attn_q.bias")}
+
+
+def _multiplied(facts: Facts, model: str) -> Values:
+    """Granite's multipliers; that of attention is the usual one where it is not told."""
+    meta = facts.metadata
+    values = _common(facts, model)
+    attention = meta.get("attention.scale", float, 0.0)
+    return values | {
+        "attention_multiplier": attention or 1 / math.sqrt(values["head_dim"]),
+        "embedding_multiplier": meta.get("embedding_scale", float, 1.0),
+        "residual_multiplier": meta.get("residual_scale", float, 1.0),
+        "logits_scaling": meta.get("logit_scale", float, 1.0),
+    }
+
+
+def _corrected(facts: Facts, model: str, **rope: bool) -> Values:
+    """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it."""
+    meta = facts.metadata
+    values = _common(facts, model, **rope)
+    further = meta.get("nextn_predict_layers", int, 0)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        meta.expect(key, 1)
+    return values | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "num_hidden_layers": values["num_hidden_layers"] - further,
+        "num_nextn_predict_layers": further or None,
+        "n_routed_experts": meta.require("expert_count", int),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "n_shared_experts": meta.get("expert_shared_count", int, 0),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": meta.get("expert_weights_scale", float, 0.0) or 1.0,
+    }
+
+
+def _dots1(facts: Facts) -> Values:
+    facts.metadata.expect("expert_gating_func", _SIGMOID)
+    return _corrected(facts, "Dots1ForCausalLM") | {"sliding_window": None}
+
+
+def _ernie(facts: Facts) -> Values:
+    return _common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has("blk.0.attn_q.bias")}
+
+
+def _glm4_moe(facts: Facts) -> Values:
+    facts.metadata.expect("expert_gating_func", _SIGMOID)
+    return _corrected(facts, "Glm4MoeForCausalLM", partial=True) | {
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _gpt_oss(facts: Facts) -> Values:
+    """gpt-oss: what bounds its activations, and how its RoPE is rounded, is not in the file."""
+    values = _common(facts, "GptOssForCausalLM") | _experts(facts, "num_local_experts")
+    size = facts.metadata.get("expert_feed_forward_length", int, values["intermediate_size"])
+    rope = values["rope_parameters"]
+    if rope.get("rope_type") == "yarn":
+        rope["truncate"] = False
+    return values | {
+        "attention_bias": True,
+        "intermediate_size": size,
+        "sliding_window": facts.metadata.require("attention.sliding_window", int),
+    }
+
+
+def _olmo2(facts: Facts) -> Values:
+    return _common(facts, "Olmo2ForCausalLM") | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+    }
+
+
+def _olmoe(facts: Facts) -> Values:
+    facts.metadata.expect("expert_weights_norm", False)
+    values = _common(facts, "OlmoeForCausalLM") | _experts(facts)
+    facts.metadata.expect("expert_feed_forward_length", values["intermediate_size"])
+    return values | {"norm_topk_prob": False}
+
+
+def _seed_oss(facts: Facts) -> Values:
+    return _common(facts, "SeedOssForCausalLM") | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_out_bias": facts.has("blk.0.attn_output.bias"),
+    }
+
+
+def _smollm3(facts: Facts) -> Values:
+    """SmolLM3: every fourth layer rotates nothing, which is not in the file."""
+    return _common(facts, "SmolLM3ForCausalLM") | _biases(facts) | {"no_rope_layer_interval": 4}
+
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "dots1": Architecture(_dots1),
+    "ernie4_5": Architecture(_ernie),
+    "gemma2": Architecture(_gemma2),
+    "gemma3": Architecture(_gemma3),
+    "glm4moe": Architecture(_glm4_moe),
+    "gpt-oss": Architecture(_gpt_oss),
+    "granite": Architecture(_granite, neighbours=True),
+    "granitemoe": Architecture(_granite_moe, neighbours=True),
+    "llama": Architecture(_llama, neighbours=True),
+    "olmo2": Architecture(_olmo2),
+    "olmoe": Architecture(_olmoe),
+    "phi3": Architecture(_phi3),
+    "qwen2": Architecture(_qwen2),
+    "qwen2moe": Architecture(_qwen2_moe),
+    "qwen3": Architecture(_qwen3),
+    "qwen3moe": Architecture(_qwen3_moe),
+    "seed_oss": Architecture(_seed_oss),
+    "smollm3": Architecture(_smollm3, neighbours=True),
+}

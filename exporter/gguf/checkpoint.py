@@ -1,0 +1,164 @@
+"""The tensors of GGUF files as a checkpoint: decoded as they are read, some rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.exporter.checkpoint import Checkpoint, to_float32
+from onnxport.exporter.gguf import blocks
+from onnxport.exporter.gguf.layouts import GATE_BIAS, GATE_UP_BIAS, UP_BIAS
+from onnxport.exporter.packed import PackedMatrix
+from onnxport.exporter.shard import DTYPES, Shard
+
+_BLOCK: Final = 32  # numbers that share a scale, in every type of blocks or in parts of its blocks
+_ONE_ROW: Final = "ffn_gate_inp_shexp.weight"  # a matrix of one row, whose first dimension is lost
+
+
+class GgufCheckpoint(Checkpoint):
+    """Every tensor of a GGUF model by the name that it has there. Use as a context manager."""
+
+    def __init__(self, shards: Iterable[Shard], turned: Mapping[str, int]) -> None:
+        """Join `shards`.
+
+        Args:
+            shards: The files.
+            turned: Heads of each tensor whose rows are those of heads with neighbouring channels
+                rotated together. They are read in the order of all other checkpoints, in which
+                a channel of the first half of a head is rotated with one of the second.
+
+        Raises:
+            CheckpointError: Two of the files hold the same tensor, or the type of one cannot be
+                decoded.
+        """
+        super().__init__(shards)
+        self._turned = turned
+        self._last = lru_cache(maxsize=1)(self._load_rows)  # numbers and then steps of a panel
+        for kind, name in {one.dtype: name for name, one in self._tensors.items()}.items():
+            blocks.check_decodable(kind, name)
+        for name, tensor in tuple(self._tensors.items()):
+            if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
+                self._tensors[name] = replace(tensor, shape=(1, *tensor.shape))
+        for name, tensor in self._tensors.items():
+            bits, shape = blocks.BY_NAME[tensor.dtype].bits, tensor.shape
+            if bits is not None and len(shape) > 1:
+                rows, columns = math.prod(shape[:-1]), shape[-1]
+                groups = columns // _BLOCK
+                self._packed[name] = PackedMatrix(
+                    (rows, columns), bits, groups, name, name, None, None
+                )
+        self._joined: dict[str, tuple[str, str]] = {}
+        for name in tuple(self._tensors):
+            if name.endswith(GATE_BIAS):
+                self._join(name, name.removesuffix(GATE_BIAS))
+
+    def _join(self, gate: str, prefix: str) -> None:
+        """Make one vector of the biases of gate and of up, whose numbers take turns in it."""
+        up, whole = prefix + UP_BIAS, prefix + GATE_UP_BIAS
+        first, second = self._tensors[gate], self._tensors.get(up)
+        if second is not None and (first.shape, first.dtype) == (second.shape, second.dtype):
+            shape = (*first.shape[:-1], 2 * first.shape[-1])
+            size = first.size_bytes + second.size_bytes
+            self._tensors[whole] = replace(first, name=whole, shape=shape, size_bytes=size)
+            self._owners[whole] = self._owners[gate]
+            self._joined[whole] = gate, up
+            del self._tensors[gate], self._tensors[up]
+
+    @property
+    def group_widths(self) -> frozenset[int]:
+        """See `Checkpoint`. Blocks that are quantized again lose the least in blocks as large."""
+        found = {one.dtype for one in self._tensors.values() if len(one.shape) > 1}
+        return frozenset() if found <= set(DTYPES) else frozenset({_BLOCK})
+
+    @property
+    def requantized(self) -> Mapping[str, str]:
+        """See `Checkpoint`."""
+        return {
+            name: one.dtype
+            for name, one in self._tensors.items()
+            if len(one.shape) > 1
+            and one.dtype not in (*DTYPES, blocks.MXFP4)  # of which the expert precision tells
+            and name not in self._packed
+        }
+
+    def is_readable(self, name: str) -> bool:
+        """See `Checkpoint`; the others were refused."""
+        return True
+
+    def size_bytes(self, name: str) -> int:
+        """Bytes of one tensor as it is read."""
+        stored = self._tensors[name]
+        if stored.dtype in DTYPES:
+            return stored.size_bytes
+        return math.prod(stored.shape) * np.dtype(np.float32).itemsize
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Read one tensor whole, in its shape; see `read_rows`."""
+        shape = self._tensors[name].shape
+        if name in self._joined:
+            rows, dtype = math.prod(shape[:-1]), self._tensors[name].dtype
+            halves = [
+                to_float32(blocks.decode(dtype, one, self._data(one, 0, rows)))
+                for one in self._joined[name]
+            ]
+            return np.stack(halves, axis=-1).reshape(shape)
+        if len(shape) > 1:
+            return super().read(name)
+        values = blocks.decode(self._tensors[name].dtype, name, self._data(name, 0, 1))
+        heads = self._turned.get(name)
+        return values.ravel() if heads is None else _halves(values.ravel(), heads).ravel()
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Read rows `start` to `stop`, [rows, columns].
+
+        Plain numbers are in their own dtype, others in float32.
+        """
+        return blocks.decode(self._tensors[name].dtype, name, self._rows(name, start, stop))
+
+    def read_blocks(
+        self, name: str, start: int, stop: int
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Read rows of a tensor in MXFP4, see `Checkpoint`."""
+        return blocks.mxfp4_blocks(self._rows(name, start, stop))
+
+    def read_steps(
+        self, name: str, start: int, stop: int, block_size: int
+    ) -> NDArray[np.float32] | None:
+        """What the numbers of a block are multiples of, see `Checkpoint`."""
+        if block_size != _BLOCK:
+            return None
+        return blocks.steps(self._tensors[name].dtype, self._rows(name, start, stop))
+
+    def _rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows as they are stored, uint8 [rows, bytes of a row], in the order of others."""
+        load = self._last if name in self._packed else self._load_rows
+        return load(name, start, stop)
+
+    def _load_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        heads = self._turned.get(name)
+        if heads is None:
+            return self._data(name, start, stop)
+        size = self._tensors[name].shape[0] // heads
+        first, last = start // size, -(-stop // size)
+        whole = self._data(name, first * size, last * size)
+        return _halves(whole, last - first)[start - first * size : stop - first * size]
+
+    def _data(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows as they are stored, uint8 [rows, bytes of a row]; a vector is one."""
+        owner = self._owners[name]
+        stored = owner.tensors[name]
+        row = blocks.BY_NAME[stored.dtype].row_bytes(stored.shape[-1])
+        data = owner.read(stored, start * row, (stop - start) * row)
+        return data.reshape(stop - start, row)
+
+
+def _halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Rows of heads, the even ones of each and then the odd ones; [rows, …]."""
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

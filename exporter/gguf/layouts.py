@@ -1,0 +1,63 @@
+"""What GGUF files call the tensors of each family.
+
+Names: llama.cpp's `src/llama-arch.cpp`. Experts of a layer are in one tensor for each product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from onnxport.exporter import mxfp4
+from onnxport.exporter.families.base import TensorNames
+
+ROPE_FACTORS: Final = "rope_freqs.weight"
+LONG_FACTORS: Final = "rope_factors_long.weight"
+SHORT_FACTORS: Final = "rope_factors_short.weight"
+GATE_BIAS: Final = "ffn_gate_exps.bias"
+UP_BIAS: Final = "ffn_up_exps.bias"
+GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
+
+LAYOUT: Final = TensorNames(
+    embedding="token_embd.weight",
+    final_norm="output_norm.weight",
+    head="output.weight",
+    layer="blk.{}.",
+    input_norm="attn_norm.weight",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    q_norm="attn_q_norm.weight",
+    k_norm="attn_k_norm.weight",
+    o=("attn_output",),
+    post_norm="ffn_norm.weight",
+    gate_up=("ffn_gate", "ffn_up"),
+    down=("ffn_down",),
+    router="ffn_gate_inp",
+    expert_gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    expert_down=("ffn_down_exps.weight",),
+    correction="exp_probs_b.bias",
+    shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
+    shared_down=("ffn_down_shexp",),
+    shared_gate="ffn_gate_inp_shexp",
+    o_norm="post_attention_norm.weight",
+    down_norm="post_ffw_norm.weight",
+    ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS),  # which tables of the RoPE are made of
+)
+# What is called otherwise in some architectures.
+_OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "glm4moe": {"post_norm": "post_attention_norm.weight"},
+    "gpt-oss": {
+        "post_norm": "post_attention_norm.weight",
+        "sinks": "attn_sinks.weight",
+        "expert_blocks": (mxfp4.BLOCK_SIZE,),
+        "expert_gate_up_bias": GATE_UP_BIAS,
+        "expert_down_bias": "ffn_down_exps.bias",
+    },
+    "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
+    "seed_oss": {"post_norm": "post_attention_norm.weight"},
+}
+
+
+def layout(architecture: str) -> TensorNames:
+    """The names of an architecture's tensors."""
+    return replace(LAYOUT, **_OTHERS.get(architecture, {}))

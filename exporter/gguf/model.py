@@ -1,0 +1,154 @@
+"""A model in one GGUF file, or in several that are parts of it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from onnxport.errors import CheckpointError
+from onnxport.exporter.checkpoint import to_float32
+from onnxport.exporter.config import Config
+from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.gguf import blocks
+from onnxport.exporter.gguf.architectures import read_config
+from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
+from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.layouts import layout
+from onnxport.exporter.gguf.metadata import Metadata
+from onnxport.exporter.gguf.parts import parts_of
+from onnxport.exporter.gguf.shard import GgufShard
+from onnxport.exporter.gguf.tokenizer import write_files
+from onnxport.graphs.spec import ArchSpec
+
+_COUNT: Final = "split.count"
+_NUMBER: Final = "split.no"
+_TENSORS: Final = "split.tensors.count"
+_MOST_FOR_INT4: Final = 5.25  # bits a weight of what four bits do not change by much
+_LEAST_PLAIN: Final = 16  # bits a weight of what is not quantized
+
+
+class GgufModel:
+    """A model's metadata, and its open files.
+
+    Attributes:
+        config: What `config.json` would say.
+        names: What its tensors are called.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, and the others that belong to it.
+
+        Raises:
+            CheckpointError: A file is missing, corrupt or not the first one, or contradicts itself.
+            UnsupportedModelError: An architecture, key or value that is not supported.
+        """
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._shards: list[GgufShard] = []
+        try:
+            self._open(path)
+            self._metadata = Metadata(self._shards[0].metadata, path)
+            shapes = {
+                name: tensor.shape for one in self._shards for name, tensor in one.tensors.items()
+            }
+            architecture, values = read_config(Facts(self._metadata, shapes, self._numbers))
+        except BaseException:
+            self.close()
+            raise
+        self._neighbours = architecture.neighbours
+        self.config = Config(values, path)
+        self.names: TensorNames = layout(self._metadata.architecture)
+
+    def close(self) -> None:
+        """Close the files, and remove those that were written. Idempotent."""
+        for shard in self._shards:
+            shard.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight of the layers, on average."""
+        size, count = 0, 0
+        for shard in self._shards:
+            for name, tensor in shard.tensors.items():
+                if len(tensor.shape) > 1 and name.startswith("blk."):
+                    kind = blocks.BY_NAME[tensor.dtype]
+                    size += tensor.size_bytes
+                    count += tensor.size_bytes // kind.num_bytes * kind.size
+        return 8 * size / max(count, 1)
+
+    @property
+    def precision(self) -> str:
+        """The precision of the weights where none was asked for.
+
+        It is int4, but for files that have more bits, up to 8.5, of which int8 keeps most.
+        """
+        return "int8" if _MOST_FOR_INT4 < self.bits < _LEAST_PLAIN else "int4"
+
+    def open(self, spec: ArchSpec) -> GgufCheckpoint:
+        """The weights. Raises CheckpointError where they cannot be decoded."""
+        turned: dict[str, int] = {}
+        if self._neighbours:
+            for layer in range(spec.num_layers):
+                prefix = self.names.layer.format(layer)
+                for kind in ("weight", "bias"):
+                    turned[f"{prefix}attn_q.{kind}"] = spec.num_heads
+                    turned[f"{prefix}attn_k.{kind}"] = spec.num_kv_heads
+        return GgufCheckpoint(self._shards, turned)
+
+    def write_files(self) -> Path:
+        """Write tokenizer, templates and generation settings to a folder, which `close` removes.
+
+        Raises:
+            CheckpointError: What the metadata say of them contradicts itself.
+            UnsupportedModelError: The tokenizer is of a kind that is not known.
+        """
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="onnxport-gguf-")
+            meta = self._metadata
+            write_files(meta.all, meta.path, meta.architecture, Path(self._folder.name))
+        return Path(self._folder.name)
+
+    def _open(self, path: Path) -> None:
+        """Open all files; the first one says how many there are."""
+        first = GgufShard(path)
+        self._shards.append(first)
+        count, number = (
+            first.metadata.get(key, least) for key, least in ((_COUNT, 1), (_NUMBER, 0))
+        )
+        if count in (0, 1):
+            return
+        paths = parts_of(path)
+        if number != 0 or len(paths) != count:
+            raise CheckpointError(
+                f"{path} is part {number + 1} of {count} of a model. Give the first one, whose "
+                f"name ends in -00001-of-{count:05d}.gguf, with the others beside it."
+            )
+        for place, one in enumerate(paths[1:], 1):
+            shard = GgufShard(one)
+            self._shards.append(shard)
+            found = (shard.metadata.get(_NUMBER), shard.metadata.get(_COUNT))
+            if found != (place, count):
+                raise CheckpointError(
+                    f"{one} says that it is part {found[0]} of {found[1]}, counted from 0, and its "
+                    f"name that it is part {place} of {count}. Download it again."
+                )
+        wanted = first.metadata.get(_TENSORS)
+        found_tensors = sum(len(one.tensors) for one in self._shards)
+        if wanted is not None and wanted != found_tensors:
+            raise CheckpointError(
+                f"{path} and the other {count - 1} files hold {found_tensors} tensors, and "
+                f"{_TENSORS} is {wanted}. Download them again."
+            )
+
+    def _numbers(self, name: str) -> list[float] | None:
+        for shard in self._shards:
+            if (tensor := shard.tensors.get(name)) is not None:
+                blocks.check_decodable(tensor.dtype, name)
+                data = shard.read(tensor, 0, tensor.size_bytes)[None]
+                values = to_float32(blocks.decode(tensor.dtype, name, data))
+                return np.ravel(values).tolist()
+        return None

@@ -1,0 +1,122 @@
+"""Where an export comes from: a folder with safetensors, or a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from onnxport.exporter.checkpoint import Checkpoint
+from onnxport.exporter.config import Config
+from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.gguf.model import GgufModel
+from onnxport.exporter.gguf.parts import is_gguf
+from onnxport.exporter.hub import CheckpointFolder, fetch_weights
+from onnxport.exporter.quantization import read_quantization
+from onnxport.graphs.spec import ArchSpec
+
+DEFAULT_PRECISION: Final = "int4"
+
+
+class FolderOrigin:
+    """A folder with `config.json` and safetensors weights, which a model on the hub becomes.
+
+    Attributes:
+        folder: Where it is.
+        config: What `config.json` says.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        """Read the configuration.
+
+        Raises:
+            CheckpointError: It cannot be read.
+            UnsupportedModelError: The weights are quantized in a way that is not read.
+        """
+        self.folder = folder
+        self.config = Config.read(folder.path)
+        self._quantization = read_quantization(self.config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Do nothing: no file is open."""
+
+    @property
+    def precision(self) -> str:
+        """The precision of the weights where none was asked for."""
+        return DEFAULT_PRECISION
+
+    def files(self) -> Path:
+        """The folder of the tokenizer and other small files."""
+        return self.folder.path
+
+    def open(self, spec: ArchSpec, token: str | bool | None) -> Checkpoint:
+        """Open the weights, of a model on the hub downloaded first. Raises CheckpointError."""
+        folder = fetch_weights(self.folder, token=token)
+        return Checkpoint.open(
+            folder.path, self._quantization.weight_block, self._quantization.packing
+        )
+
+    def names(self, family: Family, checkpoint: Checkpoint) -> TensorNames:
+        """What the tensors of a checkpoint are called."""
+        found = family.names_in(checkpoint.names)
+        return replace(found, ignored=(*found.ignored, *self._quantization.ignored))
+
+
+class GgufOrigin:
+    """A GGUF file, of a split one the first.
+
+    Attributes:
+        folder: Where it is.
+        config: What its metadata says, as `config.json` would.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        """Read the metadata. Raises CheckpointError or UnsupportedModelError."""
+        self.folder = folder
+        self._model = GgufModel(folder.path)
+        self.config = self._model.config
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._model.close()
+
+    @property
+    def precision(self) -> str:
+        """The precision of the weights where none was asked for."""
+        return self._model.precision
+
+    def files(self) -> Path:
+        """A folder, which is gone when the file is closed, of the tokenizer that is in it."""
+        return self._model.write_files()
+
+    def open(self, spec: ArchSpec, token: str | bool | None) -> Checkpoint:
+        """Open the weights. Raises CheckpointError."""
+        return self._model.open(spec)
+
+    def names(self, family: Family, checkpoint: Checkpoint) -> TensorNames:
+        """What its tensors are called."""
+        return self._model.names
+
+
+Origin = FolderOrigin | GgufOrigin
+
+
+def open_origin(folder: CheckpointFolder) -> Origin:
+    """What `find_checkpoint` found. Raises CheckpointError or UnsupportedModelError."""
+    return GgufOrigin(folder) if is_gguf(folder.path) else FolderOrigin(folder)

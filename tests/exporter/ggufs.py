@@ -1,0 +1,345 @@
+"""GGUF files of the tiny checkpoints, as llama.cpp's converter writes them.
+
+Names of tensors come from the package gguf, not from what is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+Array = NDArray[np.float32]
+Pick = Callable[[str, Array], Kind]  # the type of a tensor, by its name in the file
+
+ARCHITECTURES: Mapping[str, str] = {
+    "dots1": "dots1",
+    "ernie4_5": "ernie4_5",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+}
+NEIGHBOURS = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
+SINKS = "self_attn.sinks.weight"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_JOINED = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
+
+
+def write(
+    folder: Path,
+    path: Path,
+    pick: Pick | Kind = Kind.F32,
+    *,
+    vocab: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    split: int = 0,
+) -> Path:
+    """Write the checkpoint in `folder` to the GGUF file `path`.
+
+    Args:
+        folder: With config.json and safetensors.
+        path: The file.
+        pick: The type of matrices, or of each; vectors and routers stay F32.
+        vocab: Keys of the tokenizer; None: it has none.
+        extra: Further keys, or other values of some; None takes one out.
+        split: Tensors of a file; 0: one file has all. Returned is the first then.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
+    own = metadata(config, architecture)
+    keys = {key.replace("{arch}", architecture): value for key, value in own.items()}
+    for key, value in {**keys, **(vocab or {}), **(extra or {})}.items():
+        if value is not None:
+            add(writer, key, value)
+    for name, values in tensors(folder, config, architecture):
+        kind = pick if isinstance(pick, Kind) else pick(name, values)
+        if values.ndim == 1 or name.endswith(("ffn_gate_inp.weight", ".bias")):
+            kind = Kind.F32
+        if values.dtype == np.uint8:
+            writer.add_tensor(name, values, raw_dtype=Kind.MXFP4)
+        else:
+            writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0] if split else path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write a key as the type that llama.cpp's converter gives it."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def quantized(values: Array, kind: Kind) -> NDArray[Any]:
+    """A matrix in a type, by the package gguf, or where it cannot by random blocks."""
+    try:
+        found: NDArray[Any] = gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        found = random_blocks(values.shape, kind)
+    return found
+
+
+def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int = 0) -> NDArray[np.uint8]:
+    """Blocks of a type in which no scale is large, and none no number."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows = math.prod(shape[:-1])
+    generator = np.random.default_rng([seed, int(kind)])
+    found = generator.integers(0, 256, (rows, shape[-1] // size, num_bytes), np.uint8)
+    for place in SCALES[kind]:
+        scales = generator.uniform(0.001, 0.004, (rows, shape[-1] // size)).astype(np.float16)
+        found[..., place : place + 2] = scales[..., None].view(np.uint8)
+    if kind == Kind.IQ1_M:  # whose scale lies in the upper halves of four bytes
+        found[..., 49::2] = found[..., 49::2] & 15 | np.array([0, 0, 0, 16], np.uint8)
+    return found.reshape(*shape[:-1], -1)
+
+
+# Where a block has its scales in float16.
+SCALES: Mapping[Kind, tuple[int, ...]] = {
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+    Kind.IQ2_XXS: (0,),
+    Kind.IQ2_XS: (0,),
+    Kind.IQ2_S: (0,),
+    Kind.IQ3_XXS: (0,),
+    Kind.IQ3_S: (0,),
+    Kind.IQ1_S: (0,),
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
+    Kind.IQ1_M: (),
+    Kind.NVFP4: (),  # scales of 8 bits, which are all numbers
+}
+
+
+def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Keys of a model, `{arch}` where its architecture goes."""
+    rope = config.get("rope_parameters") or {}
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head = config.get("head_dim") or hidden // heads
+    if isinstance(rope.get("full_attention"), dict):
+        rope = rope["full_attention"]
+    keys: dict[str, Any] = {
+        "general.name": "tiny",
+        "general.type": "model",
+        "general.file_type": 0,
+        "{arch}.block_count": config["num_hidden_layers"],
+        "{arch}.context_length": config["max_position_embeddings"],
+        "{arch}.embedding_length": hidden,
+        "{arch}.feed_forward_length": config["intermediate_size"],
+        "{arch}.attention.head_count": heads,
+        "{arch}.attention.head_count_kv": config["num_key_value_heads"],
+        "{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "{arch}.rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+        "{arch}.vocab_size": config["vocab_size"],
+        "tokenizer.ggml.model": "none",
+    }
+    if config.get("head_dim"):
+        keys |= {"{arch}.attention.key_length": head, "{arch}.attention.value_length": head}
+    if architecture in ("llama", "phi3", "granite", "granitemoe", "smollm3", "glm4moe"):
+        partial = rope.get("partial_rotary_factor", 1.0)
+        keys["{arch}.rope.dimension_count"] = int(head * partial)
+    keys |= _scaling(rope, config) | _experts(config)
+    if "embedding_multiplier" in config:
+        keys |= {
+            "{arch}.attention.scale": float(config["attention_multiplier"]),
+            "{arch}.embedding_scale": float(config["embedding_multiplier"]),
+            "{arch}.residual_scale": float(config["residual_multiplier"]),
+            "{arch}.logit_scale": float(config["logits_scaling"]),
+        }
+    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3"):
+        keys["{arch}.attention.sliding_window"] = config.get("sliding_window") or 0
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(cap):
+            keys["{arch}." + cap] = float(config[cap])
+    return keys
+
+
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    kind, prefix = rope.get("rope_type", "default"), "{arch}.rope.scaling."
+    original = rope.get("original_max_position_embeddings")
+    if kind == "linear":
+        return {prefix + "type": kind, prefix + "factor": float(rope["factor"])}
+    if kind == "yarn":
+        return {
+            prefix + "type": kind,
+            prefix + "factor": float(rope["factor"]),
+            prefix + "original_context_length": original,
+        }
+    if kind == "longrope":
+        scale = config["max_position_embeddings"] / original
+        magnitude = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        return {
+            prefix + "original_context_length": original,
+            prefix + "attn_factor": magnitude,
+        }
+    assert kind in ("default", "llama3"), kind
+    return {}
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    routed = config.get("n_routed_experts")
+    count = config.get("num_local_experts", config.get("num_experts", routed))
+    if not count:
+        return {}
+    keys: dict[str, Any] = {}
+    if routed:
+        keys = {
+            "{arch}.expert_gating_func": 2,
+            "{arch}.expert_shared_count": config["n_shared_experts"],
+            "{arch}.expert_weights_norm": config["norm_topk_prob"],
+            "{arch}.expert_weights_scale": float(config["routed_scaling_factor"]),
+            "{arch}.leading_dense_block_count": config["first_k_dense_replace"],
+        }
+    keys |= {
+        "{arch}.expert_count": count,
+        "{arch}.expert_used_count": config["num_experts_per_tok"],
+    }
+    for key, name in (
+        ("expert_feed_forward_length", "moe_intermediate_size"),
+        ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+        ("expert_shared_feed_forward_length", "shared_intermediate_size"),
+    ):
+        if config.get(name):
+            keys["{arch}." + key] = config[name]
+    return keys
+
+
+def tensors(
+    folder: Path, config: Mapping[str, Any], architecture: str
+) -> Iterator[tuple[str, Array]]:
+    """Every tensor by its name in the file."""
+    arch = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    found = {
+        name: tensor.numpy() if tensor.dtype == torch.uint8 else tensor.float().numpy()
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    found = dict(_gpt_oss(found)) if architecture == "gpt-oss" else found
+    for name, values in _with_experts_joined(found).items():
+        spelled = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        base, dot, suffix = spelled.rpartition(".")
+        target = names.get_name(base)
+        assert target is not None, name
+        yield target + dot + suffix, _changed(name, values, config)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", llama3_factors(rope, config)
+    if rope.get("rope_type") == "longrope":
+        for kind in ("long", "short"):
+            yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32)
+
+
+def _gpt_oss(found: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Experts in MXFP4 as ggml packs it, and gate and up, whose rows take turns, apart."""
+    for name, values in found.items():
+        if name.endswith("_scales"):
+            continue
+        if name.endswith("_blocks"):
+            scales = found[name.removesuffix("_blocks") + "_scales"]
+            numbers = np.stack([values & 15, values >> 4], axis=-1).reshape(*scales.shape, 2, 16)
+            packed = numbers[..., 0, :] | numbers[..., 1, :] << 4
+            values = np.concatenate([scales[..., None], packed], axis=-1)
+            values = values.reshape(*scales.shape[:-1], -1)
+            name = name.replace("_blocks", ".weight")
+        name = name.replace("_proj_bias", "_proj.bias").replace("self_attn.sinks", SINKS)
+        if "gate_up_proj" not in name:
+            yield name, values
+            continue
+        for at, part in enumerate(("gate", "up")):
+            yield name.replace("gate_up_proj", f"{part}_proj"), values[:, at::2].copy()
+
+
+def _with_experts_joined(found: Mapping[str, Array]) -> dict[str, Array]:
+    """Experts of a layer in one tensor a product."""
+    parts: dict[str, list[Array]] = {}
+    kept: dict[str, Array] = {}
+    places = {name: int(match[2]) for name in found if (match := _EXPERT.fullmatch(name))}
+    for name in sorted(places, key=places.__getitem__):
+        match = _EXPERT.fullmatch(name)
+        assert match is not None
+        parts.setdefault(f"{match[1]}.{match[3]}.weight", []).append(found[name])
+    for name, values in found.items():
+        joined = next((one for one in _JOINED if name.endswith(f"{one}.weight")), None)
+        if name in places:
+            continue
+        if joined is None:
+            kept[name] = values
+            continue
+        pieces = np.split(values, len(_JOINED[joined]), axis=-2)
+        for part, piece in zip(_JOINED[joined], pieces, strict=True):
+            new = "mlp.shared_expert" if "shared_mlp" in name else "mlp.experts"
+            prefix = name.partition(".shared_mlp" if "shared_mlp" in name else ".block_sparse")[0]
+            kept[f"{prefix}.{new}.{part}_proj.weight"] = piece
+    return kept | {name: np.stack(values) for name, values in parts.items()}
+
+
+def _changed(name: str, values: Array, config: Mapping[str, Any]) -> Array:
+    """What the converter does with a tensor's numbers."""
+    family = config["model_type"]
+    if family.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    kind = name.rpartition("self_attn.")[2].partition("_proj")[0]
+    if family in NEIGHBOURS and kind in ("q", "k"):
+        heads = config["num_attention_heads" if kind == "q" else "num_key_value_heads"]
+        split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        values = np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
+    return values[0] if name.endswith("shared_expert_gate.weight") else values
+
+
+def llama3_factors(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Array:
+    """What Llama 3.1's scaling divides frequencies by."""
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in frequencies.tolist():
+        length = 2 * math.pi / frequency
+        if length < original / high:
+            factors.append(1.0)
+        elif length > original / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)

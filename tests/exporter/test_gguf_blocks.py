@@ -1,0 +1,119 @@
+"""Numbers of GGUF files are those that the package gguf reads, and their steps are told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from onnxport.errors import CheckpointError
+from onnxport.exporter.checkpoint import to_float32
+from onnxport.exporter.gguf import blocks
+from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
+from onnxport.exporter.gguf.shard import GgufShard
+from tests.exporter import ggufs
+
+DECODED = (*gguf.quants._type_traits, Kind.F32, Kind.F16)
+IN_MULTIPLES = (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL)
+
+
+def test_types_are_those_of_the_package() -> None:
+    ours = {(number, one.name, one.size, one.num_bytes) for number, one in blocks.TYPES.items()}
+    theirs = {(kind.value, kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in Kind}
+    assert ours == theirs
+
+
+def rows_of(kind: Kind, rows: int = 5) -> np.ndarray:
+    columns = 2 * max(256, gguf.GGML_QUANT_SIZES[kind][0])
+    values = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
+    return ggufs.quantized(values, kind).view(np.uint8)
+
+
+@pytest.mark.parametrize("kind", DECODED, ids=lambda kind: kind.name)
+def test_decoded_as_the_package_does(kind: Kind) -> None:
+    data = rows_of(kind)
+    blocks.check_decodable(kind.name, "some")
+    found = to_float32(blocks.decode(kind.name, "some", data))
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(data, kind))
+
+
+@pytest.mark.parametrize("kind", IN_MULTIPLES, ids=lambda kind: kind.name)
+def test_numbers_are_multiples_of_steps(kind: Kind) -> None:
+    data = rows_of(kind)
+    numbers = blocks.decode(kind.name, "some", data).reshape(len(data), -1, 32)
+    steps = blocks.steps(kind.name, data)
+    levels = np.rint(numbers / steps[..., None])
+    np.testing.assert_array_equal(levels * steps[..., None], numbers)
+    bits = blocks.BY_NAME[kind.name].bits
+    assert bits is not None
+    assert -(1 << bits - 1) <= levels.min() < levels.max() < 1 << bits - 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in DECODED])
+def test_a_type_that_nobody_decodes(kind: Kind) -> None:
+    with pytest.raises(CheckpointError, match=rf"blk\.0\.x is {kind.name}, which .* cannot decode"):
+        blocks.check_decodable(kind.name, "blk.0.x")
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for kind in IN_MULTIPLES:
+        blocks.check_decodable(kind.name, "some")
+    with pytest.raises(CheckpointError, match=r"some is Q4_K, .*pip install 'onnxport\[gguf\]'"):
+        blocks.check_decodable("Q4_K", "some")
+
+
+def checkpoint(path: Path, kind: Kind, heads: int = 4) -> tuple[GgufCheckpoint, np.ndarray]:
+    """One matrix of 4 heads of 6 rows and its bias; what it is where no row changes its place."""
+    values = np.random.default_rng(1).standard_normal((24, 256)).astype(np.float32)
+    writer = gguf.GGUFWriter(path, "llama")
+    data = ggufs.quantized(values, kind)
+    writer.add_tensor("q.weight", data, raw_dtype=kind)
+    writer.add_tensor("q.bias", values[:, 0].copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    turned = {"q.weight": heads, "q.bias": heads} if heads else {}
+    return GgufCheckpoint([GgufShard(path)], turned), gguf.quants.dequantize(data, kind)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.Q4_0, Kind.Q6_K], ids=lambda k: k.name)
+def test_rows_of_heads_are_read_in_halves(tmp_path: Path, kind: Kind) -> None:
+    found, values = checkpoint(tmp_path / "model.gguf", kind)
+    order = np.concatenate([6 * head + np.array([0, 2, 4, 1, 3, 5]) for head in range(4)])
+    with found:
+        for start, stop in [(0, 24), (0, 1), (5, 13), (6, 12), (23, 24)]:
+            rows = to_float32(found.read_rows("q.weight", start, stop))
+            np.testing.assert_array_equal(rows, values[order][start:stop])
+        bias = found.read("q.bias")
+        assert bias.shape == (24,)
+        assert found.read("q.weight").shape == (24, 256)
+        if kind == Kind.Q4_0:
+            steps = found.read_steps("q.weight", 5, 13, 32)
+            assert steps is not None
+            levels = values[order][5:13].reshape(8, -1, 32) / steps[..., None]
+            np.testing.assert_array_equal(levels, np.rint(levels))
+            assert found.read_steps("q.weight", 0, 1, 64) is None
+    plain, _ = checkpoint(tmp_path / "other.gguf", kind, heads=0)
+    with plain:
+        np.testing.assert_array_equal(to_float32(plain.read_rows("q.weight", 0, 24)), values)
+        np.testing.assert_array_equal(plain.read("q.bias")[order], bias)
+
+
+def test_what_can_stay_as_it_is(tmp_path: Path) -> None:
+    for kind, bits, width in (
+        (Kind.F32, None, set()),
+        (Kind.Q6_K, None, {32}),
+        (Kind.Q8_0, 8, {32}),
+    ):
+        found, _ = checkpoint(tmp_path / f"{kind.name}.gguf", kind)
+        with found:
+            packed = found.packed_matrices.get("q.weight")
+            assert (packed and packed.bits) == bits
+            assert found.group_widths == width
+            assert found.requantized == ({"q.weight": "Q6_K"} if kind == Kind.Q6_K else {})

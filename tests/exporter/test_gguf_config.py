@@ -1,0 +1,247 @@
+"""What metadata of GGUF files would be in a `config.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config
+from onnxport.exporter.families import find_family
+from onnxport.exporter.gguf.architectures import ARCHITECTURES, read_config
+from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.metadata import Metadata
+from onnxport.graphs.spec import ArchSpec
+
+BASE: Mapping[str, Any] = {
+    "context_length": 256,
+    "embedding_length": 64,
+    "block_count": 2,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+# What each needs besides.
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {"expert_gating_func": 2, "expert_feed_forward_length": 32},
+    "gemma2": {"attention.sliding_window": 8},
+    "gemma3": {"attention.sliding_window": 8},
+    "glm4moe": {
+        "expert_gating_func": 2,
+        "expert_feed_forward_length": 32,
+        "leading_dense_block_count": 1,
+    },
+    "gpt-oss": {"attention.sliding_window": 8},
+    "qwen2moe": {"expert_feed_forward_length": 32},
+    "qwen3moe": {"expert_feed_forward_length": 32},
+}
+WITH_EXPERTS = ("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe")
+
+
+def facts(
+    architecture: str, *tensors: str, numbers: Mapping[str, list[float]] | None = None, **keys: Any
+) -> Facts:
+    """A file without weights; None takes a key out."""
+    own = {**BASE, **OWN.get(architecture, {})}
+    if architecture in WITH_EXPERTS:
+        own |= {"expert_count": 4, "expert_used_count": 2}
+    given = {key.replace("__", "."): value for key, value in keys.items()}
+    values = {f"{architecture}.{key}": one for key, one in {**own, **given}.items()}
+    kept = {key: value for key, value in values.items() if value is not None}
+    metadata = Metadata({"general.architecture": architecture, **kept}, Path("model.gguf"))
+    found = numbers or {}
+    shapes = {"token_embd.weight": (100, 64), **dict.fromkeys((*tensors, *found), (1,))}
+    return Facts(metadata, shapes, found.get)
+
+
+def spec(found: Facts, context_length: int | None = None) -> ArchSpec:
+    """What the family makes of it."""
+    _, values = read_config(found)
+    config = Config(values, Path("model.gguf"))
+    family = find_family(config)
+    read = family.spec(config, context_length)
+    family.count_further_layers(config)
+    config.check_all_used(family.name)
+    return read
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_every_architecture_has_a_family(architecture: str) -> None:
+    read = spec(facts(architecture))
+    assert (read.num_layers, read.hidden_size, read.head_size) == (2, 64, 16)
+    assert (read.num_heads, read.num_kv_heads, read.vocab_size) == (4, 4, 100)
+    assert read.tie_word_embeddings
+    assert not spec(facts(architecture, "output.weight")).tie_word_embeddings
+    assert (read.experts is not None) == (architecture in WITH_EXPERTS)
+    with pytest.raises(UnsupportedModelError, match=rf"{architecture}\.surprise = 1\. Export"):
+        read_config(facts(architecture, surprise=1))
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_scale_of_gemmas_queries(architecture: str, layers: int) -> None:
+    """Of the models of 27B it is not that of a head."""
+    own = {"attention__key_length": 32, "attention__value_length": 32}
+    assert spec(facts(architecture, **own)).attention_scale == 1 / math.sqrt(32)
+    largest = spec(facts(architecture, block_count=layers, **own))
+    assert largest.attention_scale == 1 / math.sqrt(16)
+
+
+def test_gemmas_windows_and_caps() -> None:
+    two = spec(facts("gemma2", block_count=3))
+    assert two.sliding_window == (8, None, 8)
+    assert (two.attention_softcap, two.logits_softcap) == (50.0, 30.0)
+    assert spec(facts("gemma2", attn_logit_softcapping=2.0)).attention_softcap == 2.0
+    three = spec(facts("gemma3", block_count=7, rope__freq_base=1e6))
+    assert three.sliding_window == (8, 8, 8, 8, 8, None, 8)
+    assert three.rope.theta == 1e6
+    assert three.local_rope is not None
+    assert three.local_rope.theta == 10_000
+    local = spec(facts("gemma3", rope__freq_base=1e6, rope__freq_base_swa=500.0)).local_rope
+    assert local is not None
+    assert local.theta == 500
+    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping is 30"):
+        spec(facts("gemma3", final_logit_softcapping=30.0))
+    with pytest.raises(CheckpointError, match=r"lacks the key gemma3\.attention\.sliding_window"):
+        spec(facts("gemma3", attention__sliding_window=None))
+
+
+def test_granite_without_multipliers() -> None:
+    plain = spec(facts("granite"))
+    assert plain.attention_scale == 0.25
+    assert (plain.residual_scale, plain.stream_scale, plain.logits_scale) == (1, 1, 1)
+    own = {"attention__scale": 0.5, "logit_scale": 8.0, "embedding_scale": 12.0}
+    told = spec(facts("granitemoe", residual_scale=0.25, **own))
+    assert (told.attention_scale, told.stream_scale, told.logits_scale) == (0.5, 12, 1 / 8)
+
+
+def test_phis_windows_and_rotation() -> None:
+    assert spec(facts("phi3", attention__sliding_window=0)).sliding_window == (None, None)
+    assert spec(facts("phi3", attention__sliding_window=7)).sliding_window == (7, 7)
+    assert spec(facts("phi3", rope__dimension_count=12)).rope.rotary_dim == 12
+    factors = {"rope_factors_short.weight": [1.0] * 8, "rope_factors_long.weight": [2.0] * 8}
+    own = {"rope__scaling__attn_factor": 1.25, "rope__scaling__original_context_length": 64}
+    found = facts("phi3", numbers=factors, rope__scaling__type="longrope", **own)
+    assert spec(found).rope.factors == (2.0,) * 8
+    assert spec(found).rope.attention_factor == 1.25
+    assert spec(found, 64).rope.factors == (1.0,) * 8
+    with pytest.raises(UnsupportedModelError, match=r"holds rope_factors_short\.weight, with"):
+        read_config(facts("phi3", numbers={"rope_factors_short.weight": [1.0] * 8}))
+
+
+def test_yarn() -> None:
+    own = {
+        "rope__scaling__type": "yarn",
+        "rope__scaling__factor": 4.0,
+        "rope__scaling__original_context_length": 64,
+    }
+    plain = spec(facts("qwen3", **own)).rope
+    assert (plain.type, plain.factor, plain.original_context_length) == ("yarn", 4.0, 64)
+    assert (plain.beta_fast, plain.beta_slow, plain.truncate) == (32.0, 1.0, True)
+    assert plain.attention_factor == pytest.approx(1 + 0.1 * math.log(4))
+    more = {
+        "rope__scaling__yarn_beta_fast": 16.0,
+        "rope__scaling__yarn_beta_slow": 2.0,
+        "rope__scaling__attn_factor": 0.5,
+    }
+    told = spec(facts("qwen3", **own, **more)).rope
+    assert (told.beta_fast, told.beta_slow) == (16.0, 2.0)
+    assert told.attention_factor == pytest.approx(plain.attention_factor / 2)
+    assert spec(facts("gpt-oss", **own)).rope.truncate is False
+
+
+def test_experts_that_add_up() -> None:
+    for architecture, normalized in (
+        *(("llama", True), ("granitemoe", True), ("qwen3moe", True), ("gpt-oss", True)),
+        *(("qwen2moe", False), ("olmoe", False)),
+    ):
+        own = {"expert_count": 4, "expert_used_count": 2}
+        experts = spec(facts(architecture, **own)).experts
+        assert experts is not None
+        assert experts.normalized == normalized
+        if architecture != "gpt-oss":
+            assert spec(facts(architecture, **own, expert_weights_norm=normalized)).experts
+            with pytest.raises(UnsupportedModelError, match=f"it is {normalized}, as llama.cpp"):
+                read_config(facts(architecture, **own, expert_weights_norm=not normalized))
+        with pytest.raises(UnsupportedModelError, match="expert_gating_func is 2; of the arch"):
+            read_config(facts(architecture, **own, expert_gating_func=2))
+
+
+@pytest.mark.parametrize("architecture", ["dots1", "glm4moe"])
+def test_experts_by_sigmoids(architecture: str) -> None:
+    own = {
+        "expert_shared_count": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "block_count": 4,
+        "nextn_predict_layers": 1,
+        "leading_dense_block_count": 2,
+    }
+    if architecture == "dots1":
+        own["nextn_predict_layers"] = 0
+        own["block_count"] = 3
+    read = spec(facts(architecture, **own))
+    assert read.experts is not None
+    assert read.num_layers == 3
+    assert read.experts.layers == (False, False, True)
+    assert (read.experts.sigmoid, read.experts.corrected) == (True, True)
+    assert (read.experts.normalized, read.experts.scale) == (True, 2.5)
+    assert read.experts.shared_size == 64
+    for key, value in (("expert_gating_func", 1), ("expert_group_count", 4)):
+        with pytest.raises(UnsupportedModelError, match=f"{key} is {value}; of the architecture"):
+            read_config(facts(architecture, **own | {key: value}))
+
+
+def test_shared_experts() -> None:
+    own = {"expert_shared_feed_forward_length": 48}
+    for architecture, gated in (("qwen2moe", True), ("granitemoe", None)):
+        experts = spec(facts(architecture, **own)).experts
+        assert experts is not None
+        assert (experts.shared_size, experts.shared_gated) == (48, gated)
+    without = spec(facts("qwen2moe")).experts
+    assert without is not None
+    assert without.shared_size == 96
+    assert spec(facts("granitemoe")).family == "granitemoe"
+
+
+def test_sizes_of_mixtrals_experts() -> None:
+    own = {"expert_count": 4, "expert_used_count": 2}
+    assert spec(facts("llama", **own, expert_feed_forward_length=96)).experts
+    with pytest.raises(
+        UnsupportedModelError, match=r"expert_feed_forward_length is 32; .* it is 96"
+    ):
+        read_config(facts("llama", **own, expert_feed_forward_length=32))
+    oss = spec(facts("gpt-oss", expert_feed_forward_length=32)).experts
+    assert oss is not None
+    assert oss.size == 32
+
+
+def test_biases_are_what_tensors_say() -> None:
+    assert not spec(facts("llama")).qkv_bias
+    biased = spec(facts("llama", "blk.0.attn_q.bias"))
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, False)
+    assert spec(facts("llama", "blk.0.ffn_down.bias")).mlp_bias
+    assert spec(facts("qwen3", "blk.0.attn_q.bias")).qkv_bias
+    assert spec(facts("ernie4_5", "blk.0.attn_q.bias")).mlp_bias
+    seed = spec(facts("seed_oss", "blk.0.attn_output.bias"))
+    assert (seed.qkv_bias, seed.o_bias) == (False, True)
+    assert spec(facts("glm4moe", "blk.0.attn_q_norm.weight")).qk_norm
+    assert not spec(facts("glm4moe")).qk_norm
+
+
+def test_where_smollm3_rotates() -> None:
+    rotated = spec(facts("smollm3", block_count=5)).rotated_layers
+    assert rotated == (True, True, True, False, True)
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert spec(facts("llama", rope__freq_base=500)).rope.theta == 500.0
+
+
+def test_no_embedding() -> None:
+    found = facts("llama")
+    with pytest.raises(CheckpointError, match=r"no embedding token_embd\.weight"):
+        read_config(Facts(found.metadata, {}, found.numbers))
