@@ -15,6 +15,9 @@ from onnxport.errors import OverloadedError
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
+from onnxport.serving.http.completion_request import CompletionRequest
+from onnxport.serving.http.llama_completion import NEUTRAL_LLAMA, LlamaRequest
+from onnxport.serving.http.llama_cpp import LlamaCppFields
 from onnxport.serving.http.logprobs import completion_probabilities
 from onnxport.serving.outputs import Failure, Logprob
 from onnxport.serving.params import SamplingParams
@@ -160,6 +163,11 @@ async def test_it_is_a_completion(tokenizer: Tokenizer, model_folder: Path) -> N
         assert (one.prompt, one.params, one.options) == (other.prompt, other.params, other.options)
     assert (await client.post("/completion", prompt="ab")).status_code == 200
     assert client.engine.asked[-1].params.max_tokens is None
+
+
+def test_a_field_is_obeyed_or_neutral() -> None:
+    assert not NEUTRAL_LLAMA.keys() & LlamaRequest.model_fields.keys()
+    assert not CompletionRequest.neutral.keys() & LlamaCppFields.model_fields.keys()
 
 
 async def test_fields_of_llama_cpp(tokenizer: Tokenizer, model_folder: Path) -> None:
