@@ -37,6 +37,14 @@ LLAMA_CPP: dict[str, Any] = {
     **{"post_sampling_probs": False, "return_progress": False, "grammar": ""},
 }
 
+CLIENT: dict[str, Any] = {  # llama.cpp's defaults, as its clients send them
+    **{"n_predict": -1, "n_keep": 0, "seed": -1, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+    **{"tfs_z": 1.0, "typical_p": 1.0, "repeat_penalty": 1.1, "repeat_last_n": 64},
+    **{"penalize_nl": True, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "grammar": "", "image_data": []},
+    **{"n_probs": 0, "min_keep": 0, "cache_prompt": True, "samplers": "edskypmxt"},
+}
+
 
 def letter(char: str) -> int:
     """The token of a printable character."""
@@ -99,6 +107,7 @@ def test_a_text(server: RunningServer) -> None:
         ({"n_predict": 2}, "ab", "limit", ""),
         ({"n_predict": -1}, "abcd", "eos", ""),
         ({"max_tokens": 2}, "ab", "limit", ""),
+        (CLIENT, "abcd", "eos", ""),
         ({"max_tokens": 2, "n_predict": 2}, "ab", "limit", ""),
         ({"stop": ["c"]}, "ab", "word", "c"),
         ({"stop": "bc"}, "a", "word", "bc"),
@@ -142,6 +151,8 @@ def test_pieces_of_a_stream(server: RunningServer) -> None:
     counts = [one["tokens_predicted"] for one in (*pieces, last)]
     assert counts == sorted(counts)
     assert (last["content"], last["tokens"], last["tokens_predicted"]) == ("", [], 4)
+    for text, has_new_line in (("a\nb", True), ("ab", False)):
+        assert events(post(server, text, stream=True))[-1]["has_new_line"] == has_new_line
 
 
 def test_token_ids_and_a_cached_prompt(server: RunningServer) -> None:
