@@ -9,9 +9,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from onnxport.serving.defaults import DEFAULTED
 from onnxport.serving.http import adapters
+from onnxport.serving.http.llama_cpp import SAMPLED, SAMPLERS
 from onnxport.serving.http.service import Service
 from onnxport.serving.metrics import Metrics
+from onnxport.serving.params import SamplingParams
 from onnxport.version import __version__
 
 
@@ -96,12 +99,15 @@ def _props(service: Service) -> dict[str, Any]:
     """
     engine, template, defaults = service.engine, service.template, service.defaults
     params = {
-        "temperature": defaults.temperature,
+        "n_predict": -1,
+        **{name: getattr(SamplingParams(), name) for name in SAMPLED},
+        **{name: getattr(defaults, name) for name in DEFAULTED if name != "repetition_penalty"},
         "top_k": defaults.top_k or 0,
-        "top_p": defaults.top_p,
-        "min_p": defaults.min_p,
-        "typical_p": defaults.typical_p,
         "repeat_penalty": defaults.repetition_penalty,
+        "repeat_last_n": -1,  # as that of the model's defaults counts
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "samplers": SAMPLERS,
     }
     return {
         "default_generation_settings": {

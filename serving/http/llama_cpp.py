@@ -116,11 +116,12 @@ def _meanings(given: Mapping[str, Any], *, is_chat: bool) -> Iterator[tuple[str,
         yield "n_probs", "top_logprobs" if is_chat else "logprobs", count
         if is_chat:
             yield "n_probs", "logprobs", True
-    if "penalty_last_n" in given:
-        yield "penalty_last_n", "repeat_last_n", given["penalty_last_n"]
-    if "repeat_penalty" in given:
-        yield "repeat_penalty", "repetition_penalty", given["repeat_penalty"]
-        if given["repeat_penalty"] != 1 and not {"repeat_last_n", "penalty_last_n"} & {*given}:
+    if (window := _int(given.get("penalty_last_n"))) is not None:
+        yield "penalty_last_n", "repeat_last_n", window
+    penalty = given.get("repeat_penalty")
+    if isinstance(penalty, float) or _int(penalty) is not None:
+        yield "repeat_penalty", "repetition_penalty", penalty
+        if penalty != 1 and not {"repeat_last_n", "penalty_last_n"} & {*given}:
             yield "repeat_penalty", "repeat_last_n", LAST_N
     if given.get("cache_prompt") is False:
         yield "cache_prompt", "skip_reading_prefix_cache", True

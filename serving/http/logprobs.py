@@ -140,12 +140,40 @@ def chat_logprobs(
     """
     content = []
     for token_id, candidates in tokens:
-        ranked = sorted(candidates, key=lambda one: candidates[one].rank)
+        ranked = _ranked(candidates)
         chosen = [one for place, one in enumerate(ranked) if place < top or one in named]
         likeliest = [_entry(tokenizer, one, candidates[one], by_id) for one in chosen]
         told = _entry(tokenizer, token_id, candidates[token_id], by_id)
         content.append({**told, "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
+
+
+def completion_probabilities(
+    tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprobs]], top: int
+) -> list[dict[str, Any]]:
+    """Return llama.cpp's list of that name: what a chat tells of each token, and its id.
+
+    Args:
+        tokenizer: names tokens.
+        tokens: each with its candidates.
+        top: how many of the likeliest of each position are told.
+    """
+
+    def entry(token_id: int, candidates: TokenLogprobs) -> dict[str, Any]:
+        return {"id": token_id, **_entry(tokenizer, token_id, candidates[token_id], by_id=False)}
+
+    return [
+        {
+            **entry(token_id, candidates),
+            "top_logprobs": [entry(one, candidates) for one in _ranked(candidates)[:top]],
+        }
+        for token_id, candidates in tokens
+    ]
+
+
+def _ranked(candidates: TokenLogprobs) -> list[int]:
+    """Return the tokens of a position, the likeliest first."""
+    return sorted(candidates, key=lambda one: candidates[one].rank)
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob, by_id: bool) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class StreamOptions(Strict):
 
 
 class RequestBody(LlamaCppFields):
-    """What both endpoints share."""
+    """What `/v1/completions` and `/v1/chat/completions` share."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
     counts: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)  # of log probabilities

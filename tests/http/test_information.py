@@ -10,6 +10,7 @@ import pytest
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
+from onnxport.serving.http.llama_cpp import SAMPLERS
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.version import __version__
 from tests.waiting import wait_until
@@ -96,12 +97,30 @@ async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_fo
         "default_generation_settings": {
             "n_ctx": client.engine.capabilities.max_model_len,
             "params": {
+                "n_predict": -1,
                 "temperature": 0.6,
                 "top_k": 5,
                 "top_p": 0.9,
                 "min_p": 0.1,
                 "typical_p": 1.0,
                 "repeat_penalty": 1.1,
+                "repeat_last_n": -1,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "top_n_sigma": 0.0,
+                "xtc_probability": 0.0,
+                "xtc_threshold": 0.1,
+                "dry_multiplier": 0.0,
+                "dry_base": 1.75,
+                "dry_allowed_length": 2,
+                "dry_penalty_last_n": -1,
+                "dry_sequence_breakers": ["\n", ":", '"', "*"],
+                "dynatemp_range": 0.0,
+                "dynatemp_exponent": 1.0,
+                "mirostat": 0,
+                "mirostat_tau": 5.0,
+                "mirostat_eta": 0.1,
+                "samplers": [*SAMPLERS],
             },
         },
         "total_slots": client.engine.max_num_seqs,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,14 @@ import pytest
 
 from onnxport.errors import OverloadedError
 from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
-from onnxport.serving.outputs import Failure
+from onnxport.serving.http.completion_request import CompletionRequest
+from onnxport.serving.http.llama_completion import NEUTRAL_LLAMA, LlamaRequest
+from onnxport.serving.http.llama_cpp import LlamaCppFields
+from onnxport.serving.http.logprobs import completion_probabilities
+from onnxport.serving.outputs import Failure, Logprob
+from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 from .conftest import RunningServer
@@ -22,6 +30,20 @@ from .scripted import MODEL, say
 from .test_generation_fields import GIVEN
 
 pytestmark = pytest.mark.timeout(60)
+LLAMA_CPP: dict[str, Any] = {
+    **{"n_probs": 2, "repeat_penalty": 1.2, "samplers": ["penalties", "temperature", "top_k"]},
+    **{"temperature": 0.5, "top_k": 9, "timings_per_token": True, "cache_prompt": False},
+    **{"id_slot": 3, "lora": [{"id": 0, "scale": 0.0}], "min_keep": 1, "t_max_predict_ms": 0},
+    **{"post_sampling_probs": False, "return_progress": False, "grammar": ""},
+}
+
+CLIENT: dict[str, Any] = {  # llama.cpp's defaults, as its clients send them
+    **{"n_predict": -1, "n_keep": 0, "seed": -1, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+    **{"tfs_z": 1.0, "typical_p": 1.0, "repeat_penalty": 1.1, "repeat_last_n": 64},
+    **{"penalize_nl": True, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "grammar": "", "image_data": []},
+    **{"n_probs": 0, "min_keep": 0, "cache_prompt": True, "samplers": "edskypmxt"},
+}
 
 
 def letter(char: str) -> int:
@@ -70,6 +92,7 @@ def test_a_text(server: RunningServer) -> None:
         "has_new_line": True,
         "truncated": False,
         "tokens_cached": found["tokens_cached"],
+        "timings": found["timings"],
     }
     assert len(found["tokens"]) == 4
     assert found["tokens_evaluated"] == 5
@@ -83,6 +106,9 @@ def test_a_text(server: RunningServer) -> None:
     [
         ({"n_predict": 2}, "ab", "limit", ""),
         ({"n_predict": -1}, "abcd", "eos", ""),
+        ({"max_tokens": 2}, "ab", "limit", ""),
+        (CLIENT, "abcd", "eos", ""),
+        ({"max_tokens": 2, "n_predict": 2}, "ab", "limit", ""),
         ({"stop": ["c"]}, "ab", "word", "c"),
         ({"stop": "bc"}, "a", "word", "bc"),
         ({"stop_token_ids": [letter("c")]}, "ab", "eos", ""),
@@ -108,7 +134,8 @@ def test_what_ends_it(
     assert (found["content"], found["stop_type"], found["stopping_word"]) == (content, kind, word)
     streamed = events(post(server, "abcd", **fields, stream=True))
     assert "".join(one["content"] for one in streamed) == content
-    assert {**streamed[-1], "content": content, "tokens_cached": found["tokens_cached"]} == found
+    same = {name: found[name] for name in ("content", "tokens_cached", "timings")}
+    assert {**streamed[-1], **same} == found
 
 
 def test_an_answer_that_is_stuck_has_reached_its_limit(server: RunningServer) -> None:
@@ -124,6 +151,8 @@ def test_pieces_of_a_stream(server: RunningServer) -> None:
     counts = [one["tokens_predicted"] for one in (*pieces, last)]
     assert counts == sorted(counts)
     assert (last["content"], last["tokens"], last["tokens_predicted"]) == ("", [], 4)
+    for text, has_new_line in (("a\nb", True), ("ab", False)):
+        assert events(post(server, text, stream=True))[-1]["has_new_line"] == has_new_line
 
 
 def test_token_ids_and_a_cached_prompt(server: RunningServer) -> None:
@@ -136,18 +165,97 @@ def test_token_ids_and_a_cached_prompt(server: RunningServer) -> None:
 async def test_it_is_a_completion(tokenizer: Tokenizer, model_folder: Path) -> None:
     client = Client(FakeEngine(tokenizer), model_folder, AppOptions(request_timeout_s=5.0))
     fields = {name: one for name, one in GIVEN.items() if name != "structured_outputs"}
-    for more in ({}, fields, {"structured_outputs": {"json": {}}}):
-        named = {"max_tokens": 7, "stop": ["x"], **more}
-        assert (await client.complete("ab", **named)).status_code == 200
-        named = {"n_predict": 7, "stop": ["x"], **more}
-        if "structured_outputs" in more:
-            named = {"n_predict": 7, "stop": ["x"], "json_schema": {}}
-        answer = await client.post("/completion", prompt="ab", **named)
+    for more in ({}, fields, LLAMA_CPP, {"json_schema": {}}, {"grammar": 'root ::= "a"'}):
+        same = {"n_predict": 7, "stop": ["x"], **more}
+        assert (await client.complete("ab", **same)).status_code == 200
+        answer = await client.post("/completion", prompt="ab", **same)
         assert answer.status_code == 200, answer.text
         one, other = client.engine.asked[-2:]
         assert (one.prompt, one.params, one.options) == (other.prompt, other.params, other.options)
     assert (await client.post("/completion", prompt="ab")).status_code == 200
     assert client.engine.asked[-1].params.max_tokens is None
+
+
+def test_a_field_is_obeyed_or_neutral() -> None:
+    assert not NEUTRAL_LLAMA.keys() & LlamaRequest.model_fields.keys()
+    assert not CompletionRequest.neutral.keys() & LlamaCppFields.model_fields.keys()
+
+
+async def test_fields_of_llama_cpp(tokenizer: Tokenizer, model_folder: Path) -> None:
+    client = Client(FakeEngine(tokenizer), model_folder)
+    assert (await client.post("/completion", prompt="ab", **LLAMA_CPP)).status_code == 200
+    params = client.engine.asked[-1].params
+    assert params == SamplingParams(
+        max_tokens=None,
+        logprobs=2,
+        repetition_penalty=1.2,
+        repeat_last_n=64,
+        temperature=0.5,
+        top_k=9,
+        skip_reading_prefix_cache=True,
+    )
+    more = {**LLAMA_CPP, "penalty_last_n": 5}
+    assert (await client.post("/completion", prompt="ab", **more)).status_code == 200
+    assert client.engine.asked[-1].params == replace(params, repeat_last_n=5)
+
+
+async def test_defaults_that_are_told_can_be_sent(tokenizer: Tokenizer, model_folder: Path) -> None:
+    """And say what no field says: a client need not know which ones a user has changed."""
+    defaults = SamplingDefaults(0.6, 0.9, 5, 0.1, 1.1, 0.8)
+    client = Client(FakeEngine(tokenizer), model_folder, AppOptions(defaults))
+    params = (await client.get("/props")).json()["default_generation_settings"]["params"]
+    for fields in ({}, params):
+        answer = await client.post("/completion", prompt="ab", **fields)
+        assert answer.status_code == 200, answer.text
+    plain, told = (asked.params for asked in client.engine.asked)
+    assert plain == replace(told, repeat_last_n=None)
+    assert told.repeat_last_n == -1  # all, as ever
+
+
+def entry(char: str, likelihood: float) -> dict[str, Any]:
+    """What is told of the token of a letter."""
+    return {
+        "id": letter(char),
+        "token": char,
+        "bytes": [ord(char)],
+        "logprob": pytest.approx(likelihood, abs=1e-4),
+    }
+
+
+def test_probabilities(server: RunningServer) -> None:
+    """The scripted model gives its next token 20, and z has the bias 15 here, which is not told."""
+    ask = {"n_probs": 1, "logit_bias": [[letter("z"), 30]], "n_predict": 2}
+    expected = [{**entry("z", -20.0), "top_logprobs": [entry(char, 0.0)]} for char in ("a", "b")]
+    found = told(post(server, "ab", **ask))
+    assert (found["content"], found["completion_probabilities"]) == ("zz", expected)
+    *pieces, last = events(post(server, "ab", **ask, stream=True))
+    assert [one for piece in pieces for one in piece["completion_probabilities"]] == expected
+    assert "completion_probabilities" not in last
+    for none in ({}, {"n_probs": 0}):
+        assert "completion_probabilities" not in told(post(server, "ab", **none))
+    three = told(post(server, "ab", n_probs=3))["completion_probabilities"]
+    assert [len(one["top_logprobs"]) for one in three] == [3] * 3  # the end token has some, too
+
+
+async def test_a_probability_of_nothing(tokenizer: Tokenizer) -> None:
+    candidates = {5: Logprob(-math.inf, 9, "&"), 6: Logprob(-0.5, 1, "'"), 7: Logprob(-1.5, 2, "(")}
+    [found] = completion_probabilities(tokenizer, [(5, candidates)], 2)
+    assert (found["id"], found["logprob"]) == (5, -9999.0)
+    assert [one["id"] for one in found["top_logprobs"]] == [6, 7]
+
+
+def test_timings(server: RunningServer) -> None:
+    found = told(post(server, "abc"))["timings"]
+    assert found["predicted_n"] == 4
+    assert found["prompt_n"] + found["cache_n"] == told(post(server, "abc"))["tokens_evaluated"]
+    assert found["prompt_ms"] > 0.0
+    *pieces, last = events(post(server, "abc", stream=True))
+    assert last["timings"]["predicted_n"] == 4
+    assert not any("timings" in one for one in pieces)
+    *pieces, last = events(post(server, "abc", stream=True, timings_per_token=True))
+    counts = [one["timings"]["predicted_n"] for one in pieces]
+    assert counts == [one["tokens_predicted"] for one in pieces]
+    assert last["timings"]["predicted_n"] == 4
 
 
 @pytest.mark.parametrize(
@@ -161,20 +269,34 @@ async def test_it_is_a_completion(tokenizer: Tokenizer, model_folder: Path) -> N
         ({"n_predict": 0}, "n_predict"),
         ({"n_predict": -2}, "n_predict"),
         ({"n_predict": 10**9}, None),
-        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5, "n_predict": 4}, "n_predict"),
+        ({"max_tokens": 5, "n_predict": -1}, "n_predict"),
+        ({"n_predict": "5"}, "n_predict"),
+        ({"grammar": 'start: "a"'}, "grammar"),
         ({"grammar": "root ::= nothing"}, "grammar"),
         ({"json_schema": {"type": 5}}, "json_schema"),
-        ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema"),
-        ({"grammar": 'root ::= "a"', "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
+        ({"grammar": 'root ::= "a"', "structured_outputs": {"regex": "a"}}, "grammar"),
         ({"logit_bias": [[1, False]]}, "logit_bias"),
         ({"logit_bias": [["a", 1]]}, "logit_bias"),
         ({"logit_bias": [[1, 1], [1, 2]]}, "logit_bias"),
         ({"logit_bias": [[1]]}, "logit_bias"),
-        ({"n_probs": 5}, "n_probs"),
-        ({"samplers": ["top_k"]}, "samplers"),
+        ({"n_probs": -1}, "n_probs"),
+        ({"n_probs": 21}, "n_probs"),
+        ({"post_sampling_probs": True}, "post_sampling_probs"),
+        ({"samplers": ["nothing"]}, "samplers"),
+        ({"samplers": ["top_k"], "temperature": 0.5}, "samplers"),
+        ({"repeat_penalty": -1}, "repeat_penalty"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
+        ({"penalty_last_n": -2, "repeat_penalty": 1.1}, "penalty_last_n"),
+        ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"n": 2}, "n"),
+        ({"return_progress": True}, "return_progress"),
         ({"image_data": [{}]}, "image_data"),
         ({"temperature": -1}, "temperature"),
-        ({"id_slot": 3}, "id_slot"),
+        ({"id_slot": -2}, "id_slot"),
         ({"model": "other"}, "model"),
     ],
 )

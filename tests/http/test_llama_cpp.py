@@ -135,6 +135,8 @@ async def test_the_window_of_penalties(asking: Asking) -> None:
         ("repeat_penalty", {"repeat_penalty": 1.2, "repetition_penalty": 1.3}),
         ("repeat_penalty", {"repeat_penalty": 200}),
         ("repeat_penalty", {"repeat_penalty": "1.2"}),
+        ("repeat_penalty", {"repeat_penalty": True}),
+        ("penalty_last_n", {"penalty_last_n": "5"}),
         ("penalty_last_n", {"penalty_last_n": 5, "repeat_last_n": 6}),
         ("penalty_last_n", {"penalty_last_n": -5}),
         ("repeat_last_n", {"repeat_last_n": -5}),
