@@ -52,6 +52,13 @@ class Hits:
         )
         return key is None or draft.leading.setdefault(key, request) is request
 
+    def withdraw(self, draft: Draft, request: Request) -> None:
+        """Let others compute the next block of a prompt that was looked up and has to wait."""
+        num_past = request.num_computed_tokens + len(draft.found[request]) * self._pool.block_size
+        key = self.key_at(request, num_past)
+        if key is not None and draft.leading.get(key) is request:
+            del draft.leading[key]
+
     def key_at(self, request: Request, num_past: int) -> bytes | None:
         """The key of the block that token number `num_past` goes to, if it is going to be full.
 

@@ -289,6 +289,7 @@ class Planner:
             shared = draft.found[request]
             needed = draft.needed(request, shared)
             if draft.num_taken(shared) + needed > draft.free - draft.claimed:
+                self._hits.withdraw(draft, request)
                 draft.closed = True
                 break
             draft.take(shared)

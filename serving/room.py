@@ -52,7 +52,7 @@ class RoomMaker:
         running, waiting = self._queues.running, self._queues.waiting
         if not running or not waiting or running[-1].rank[0] <= waiting.levels[0]:
             return NO_ROOM
-        counts = _Counts(self._pool, self._hits, draft, running)
+        counts = _Counts(self._pool, self._hits, draft, running, self._queues.quantum)
         num_yielding = 0
         starting: list[Request] = []
         for request in self._line(counts):
@@ -96,14 +96,22 @@ class _Counts:
         "_column",
         "_draft",
         "_hits",
+        "_quantum",
         "_rows",
         "_running",
+        "_shares",
+        "_starts",
         "_tenants",
         "_tokens",
     )
 
     def __init__(
-        self, pool: BlockPool, hits: Hits, draft: Draft, running: Collection[Request]
+        self,
+        pool: BlockPool,
+        hits: Hits,
+        draft: Draft,
+        running: Collection[Request],
+        quantum: int,
     ) -> None:
         self._draft = draft
         self._hits = hits
@@ -114,11 +122,15 @@ class _Counts:
         self._claimed = sum(draft.claim(one) + self._takes(one) for one in running)
         self._tokens = 0  # that go to decoding and to prompts of higher priorities
         self._tenants: Counter[str] = Counter()  # tokens of each one's prompts of this priority
+        self._quantum = quantum
+        self._shares = 0  # of these, those of one turn of each
+        self._starts = False  # whether anybody of this priority does
 
     def begin(self, level: int) -> None:
         """Go on with a lower priority; whoever may yield to it is thought to have yielded."""
         self._tokens += self._tenants.total()
         self._tenants.clear()
+        self._shares, self._starts = 0, False
         while self._running and self._running[0].rank[0] <= level:
             request = self._running.popleft()
             if request in self._draft.yielding:
@@ -129,14 +141,23 @@ class _Counts:
                 continue
             self._hits.look_up(self._draft, request)
             if request.rank[0] == level:
-                self._tenants[request.tenant] += self._num_left(request)
+                self._add(request)
             else:
                 self._tokens += self._num_left(request)
 
     def has_tokens(self, tenant: str | None = None) -> bool:
-        """Whether tokens are left, for one more prompt of a tenant if one is named."""
-        taken = self._tokens if tenant is None else self._tokens + self._tenants[tenant]
-        return taken < self._draft.budget
+        """Whether tokens are left, for one more prompt of a tenant if one is named.
+
+        Turns of others leave none where they are enough for the step, but to the first in line: who
+        has prompts all the time would keep it from starting.
+        """
+        if tenant is None:
+            return self._tokens < self._draft.budget
+        taken = self._tenants[tenant]
+        if self._starts:
+            turn = min(self._quantum, taken)
+            taken = max(taken, self._shares - turn)
+        return self._tokens + taken < self._draft.budget
 
     def keep(self, request: Request) -> None:
         """Keep rows and blocks for a request that does not start yet."""
@@ -160,13 +181,20 @@ class _Counts:
         self._rows += request.num_rows
         self._claimed += self._draft.needed(request, shared)
         self._draft.take(shared)
-        self._tenants[request.tenant] += self._num_left(request)
+        self._add(request)
+        self._starts = True
 
     def yields(self, request: Request) -> None:
         """Let a running request yield, and the beams beside it, which are next to it in rank."""
         for one in together(request):
             self._claimed -= self._draft.claim(one) + self._takes(one)
             self._draft.preempt(one)
+
+    def _add(self, request: Request) -> None:
+        """Count what a prompt of this priority has to compute."""
+        before = self._tenants[request.tenant]
+        after = self._tenants[request.tenant] = before + self._num_left(request)
+        self._shares += min(self._quantum, after) - min(self._quantum, before)
 
     def _num_left(self, request: Request) -> int:
         """How many tokens of a prompt are to compute."""

@@ -99,6 +99,7 @@ class SlotTurns:
 
     def clear(self) -> None:
         """Every adapter that is wanted has a slot."""
+        self._num_paused = 0
         self.first, self._draining, self.bars = None, [], NO_BARS
 
     def _may_write(self, running: Collection[Request]) -> bool:
@@ -114,7 +115,7 @@ class SlotTurns:
             return True
         if not may_write or not self._adapters.put(number, kept):
             return False
-        self._num_failures = 0
+        self._num_failures = self._num_paused = 0
         return True
 
     def _note_failure(self) -> None:

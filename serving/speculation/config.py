@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -166,11 +165,12 @@ class SpeculationConfig:
         ):
             self._check_count(name, getattr(self, name), most, least)
         factor, depth = self.suffix_decoding_max_spec_factor, self.suffix_decoding_max_tree_depth
-        if not _is_number(factor) or not 1 <= factor * (depth - 1) < math.inf:
+        if not _is_number(factor) or not 1 / (depth - 1) <= factor <= MOST:
             raise CapacityError(
                 f"suffix_decoding_max_spec_factor is {factor!r}; it must be a number from "
-                f"1 / {depth - 1} on: with less nothing would be guessed, for what was found again "
-                f"has {depth - 1} tokens at most (suffix_decoding_max_tree_depth {depth})"
+                f"1 / {depth - 1} to {MOST}: with less nothing would be guessed, for what was "
+                f"found again has {depth - 1} tokens at most (suffix_decoding_max_tree_depth "
+                f"{depth})"
             )
         least_probability = self.suffix_decoding_min_token_prob
         if not _is_number(least_probability) or not 0 <= least_probability <= 1:

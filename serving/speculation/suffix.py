@@ -25,7 +25,7 @@ from onnxport.serving.speculation.suffix_index import (
 )
 
 LEAST_ROOM = 256  # tokens that an index of one text has room for, at first
-MOST_READ = 4096  # tokens of a long text that are read at once: others wait for the step
+MOST_READ = 4096  # tokens of long texts that are read at once: all wait for the step
 
 
 class SuffixDrafter:
@@ -59,6 +59,7 @@ class SuffixDrafter:
         self._longest = longest_drafts(depth, factor)
         self._least = least
         self._texts: dict[Request, OwnText] = {}
+        self._may_read = MOST_READ  # tokens, of all texts, until the next call
         self._answers: PastAnswers | None = None
         if most_answers:
             self._answers = PastAnswers(most_answers, most_tokens, self._hashing)
@@ -79,6 +80,7 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
         """See `Drafter.propose`."""
+        self._may_read = MOST_READ
         return [
             self._guess(request, length) if length > 0 else ()
             for request, length in zip(requests, lengths, strict=True)
@@ -90,7 +92,10 @@ class SuffixDrafter:
         if text is None:
             text = self._texts[request] = OwnText(self._hashing)
         own = NOTHING
-        if text.read(request.tokens, ending):
+        num_read = text.num_read
+        is_read = text.read(request.tokens, ending, self._may_read)
+        self._may_read -= max(0, text.num_read - num_read - 1)  # one is a step's own
+        if is_read:
             match = text.longest(ending)
             own = self._draft(text, match, length)
         answers = self._answers
@@ -142,12 +147,18 @@ class OwnText:
         self._num_read = 0
         self._sums: Sequence[int] | None = None  # of the end of what was read, if they are known
 
-    def read(self, tokens: array[int], ending: Ending) -> bool:
+    @property
+    def num_read(self) -> int:
+        """Tokens that were read."""
+        return self._num_read
+
+    def read(self, tokens: array[int], ending: Ending, most: int = MOST_READ) -> bool:
         """Note what is new in `tokens`, but for the n-grams at the very end.
 
         Args:
             tokens: those of the call before, and more.
             ending: of them.
+            most: tokens that may be read now, beside one.
 
         Returns:
             Whether all was read; a long text is read in parts.
@@ -158,7 +169,7 @@ class OwnText:
             index = self._index = SuffixIndex(room, self._hashing)
             known = 0
         margin = index.margin
-        new = min(number, known + MOST_READ)
+        new = min(number, known + max(1, most))
         if new > known:
             index.tokens[margin + known : margin + new] = tokens[known:new]
             first = max(1, known)

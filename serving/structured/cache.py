@@ -154,10 +154,10 @@ class GrammarCompiler:
             raise OnnxportError(CLOSED)
         if not future.done():
             raise self._late(spec, future)
-        try:
-            return future.result()
-        except RequestError as error:  # which another request may have had first
-            raise RequestError(str(error), spec.where) from error
+        error = future.exception()
+        if isinstance(error, RequestError):  # kept for others, so what they ask is not kept with it
+            raise RequestError(str(error), spec.where) from error.with_traceback(None)
+        return future.result()
 
     def _submit(self, spec: StructuredOutputs) -> _Compiling:
         """Return what is compiled, or will be, for one more who waits for it."""

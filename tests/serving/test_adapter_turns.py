@@ -506,6 +506,28 @@ def test_a_device_that_cannot_write_is_asked_once_a_step_while_nobody_runs() -> 
         assert tokens(deltas[name]) == alone_with(1, PROMPT[:5], lengths(2))
 
 
+def test_a_device_that_can_write_again_is_asked_at_once() -> None:
+    """Also if it showed that while nobody ran."""
+    engine = few_slots(4, 2, model_type=Failing)
+    for name in ("0", "1"):
+        engine.adapters.unload(name)
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    submit(engine, "runs", PROMPT, lengths(12))
+    for number in range(6):
+        submit(engine, f"{number}", PROMPT[:5], lengths(2), adapter="2")
+    model.failure = ProviderError("device")
+    run(engine)  # the last ones while nobody runs any more
+    model.failure = None
+    submit(engine, "works", PROMPT[:5], lengths(2), adapter="2")
+    run(engine)
+    submit(engine, "runs too", PROMPT, lengths(30))
+    checked_step(engine)
+    submit(engine, "other", PROMPT[:5], lengths(2), adapter="3")
+    assert any(one.request_id == "other" for one in checked_step(engine))
+    run(engine)
+
+
 def test_a_device_that_is_lost_while_a_slot_is_written() -> None:
     spare = NullModel(null_options(max_adapters=2))
     engine = few_slots(3, 2, model_type=Failing, fallbacks=[spare])

@@ -489,6 +489,45 @@ def test_a_higher_priority_does_not_wait_for_a_block_that_a_lower_one_is_to_comp
     assert rows(bench.step())[0] == ("high", 12, 1)
 
 
+def test_one_that_has_to_wait_holds_up_nobody_who_computes_a_block_that_it_needs() -> None:
+    bench = Bench(num_blocks=60, rows=12, budget=16, policy="priority")
+    bench.submit("equal", [1] * 130, priority=0)
+    for _ in range(9):
+        bench.step()
+    bench.submit("low", [*range(100, 140), 7], priority=1, cached=True)
+    bench.step()
+    bench.submit("high", [*range(100, 140), *range(500, 590)], priority=0, cached=True)
+    found = [rows(bench.step()) for _ in range(3)]
+    assert [[row[0] for row in step] for step in found] == [["equal", "low"]] * 3, found
+    assert found[-1][1][1] > found[0][1][1]
+
+
+def test_others_yield_to_as_many_tenants_as_have_turns_in_the_step() -> None:
+    bench = Bench(num_blocks=400, rows=8, budget=32, policy="fair")
+    for number in range(8):
+        bench.submit(f"low{number}", 2, priority=5, tenant="batch")
+    bench.step()
+    for number in range(8):
+        bench.submit(f"high{number}", 40, priority=0, tenant=f"tenant{number}")
+    plan = bench.step()
+    started = [name for name in names(plan.requests) if name.startswith("high")]
+    assert len(plan.preempted) == len(started) == 4, rows(plan)
+
+
+def test_the_first_in_line_starts_beside_tenants_that_have_prompts_all_the_time() -> None:
+    """Their turns take all tokens of each step, so others yield before there are any for it."""
+    bench = Bench(num_blocks=2000, rows=8, budget=32, policy="fair")
+    for number in range(4):
+        bench.submit(f"low{number}", 2, priority=5, tenant="batch")
+    bench.step()
+    for number in range(4):
+        bench.submit(f"busy{number}", 400, priority=0, tenant=f"tenant{number}")
+    bench.step()
+    bench.submit("new", 8, priority=0, tenant="new")
+    started = [names(bench.step().requests) for _ in range(3)]
+    assert any("new" in step for step in started), started
+
+
 def test_a_prompt_yields_to_one_with_the_same_beginning() -> None:
     bench = Bench(num_blocks=40, rows=1, budget=4, policy="priority")
     bench.submit("low", [*PREFIX, 1], priority=1, cached=True)

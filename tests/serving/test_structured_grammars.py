@@ -274,6 +274,16 @@ def test_errors_are_kept_too(builds: Builds) -> None:
     assert builds.texts == ["["]
 
 
+def test_what_is_kept_of_an_error_does_not_grow_with_those_who_ask(builds: Builds) -> None:
+    made = GrammarCompiler(vocabulary)
+    for number in range(3):
+        with pytest.raises(RequestError, match="unclosed") as caught:
+            made.compile(StructuredOutputs(regex="[", param=f"field {number}"))
+        assert caught.value.__cause__ is not None
+        assert caught.value.__cause__.__traceback__ is None  # whose frames hold what was asked
+    assert builds.texts == ["["]
+
+
 def test_too_slow(builds: Builds) -> None:
     """A slow one is a client's mistake; who only waits behind slow ones may come again."""
     patient = CompileLimits(timeout_s=PATIENCE_S, num_threads=1, max_left=0)
