@@ -43,7 +43,7 @@ OF_ENGINES: Mapping[str, Any] = {
     **{"length_penalty": (1,), "use_beam_search": (False,), "logits_processors": ([],)},
     **{"spaces_between_special_tokens": (True, False), "detokenize": (True,)},
     **{"kv_transfer_params": ({},), "vllm_xargs": ({},)},
-    **{"min_keep": (0, 1), "repeat_penalty": (1,)},
+    "min_keep": (0, 1),
     **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {

@@ -28,7 +28,7 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
-from onnxport.serving.http.generation_fields import StopStrings
+from onnxport.serving.http.generation_fields import MOST_BIASES, StopStrings
 from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.llama_cpp import LlamaCppFields
 from onnxport.serving.http.logprobs import completion_probabilities
@@ -60,14 +60,18 @@ def _by_id(biases: list[Any]) -> dict[str, Any]:
     """Return llama.cpp's list of biases as OpenAI's API has them.
 
     Raises:
-        RequestError: it is no list of tokens with numbers, each token once.
+        RequestError: it is no list of tokens with numbers, each token once, or too long a one.
     """
+    if len(biases) > MOST_BIASES:
+        raise RequestError(
+            f"logit_bias has {len(biases)} tokens; it may have {MOST_BIASES}", "logit_bias"
+        )
     found: dict[str, Any] = {}
     for one in biases:
         match one:
             case [int(token_id), int() | float() as bias] if not isinstance(bias, bool):
                 if str(token_id) not in found:
-                    found[str(token_id)] = float(bias)
+                    found[str(token_id)] = bias
                     continue
         raise RequestError(
             f"logit_bias has {repr(one)[:80]}; give each token once, by its id, with the number "

@@ -282,6 +282,7 @@ def test_timings(server: RunningServer) -> None:
         ({"logit_bias": [["a", 1]]}, "logit_bias"),
         ({"logit_bias": [[1, 1], [1, 2]]}, "logit_bias"),
         ({"logit_bias": [[1]]}, "logit_bias"),
+        ({"logit_bias": [[1, 10**400]]}, "logit_bias.1"),
         ({"n_probs": -1}, "n_probs"),
         ({"n_probs": 21}, "n_probs"),
         ({"post_sampling_probs": True}, "post_sampling_probs"),
