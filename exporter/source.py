@@ -76,6 +76,10 @@ def check_tokenizer(folder: Path) -> None:
 def check_fits(folder: Path, vocab_size: int) -> None:
     """Refuse the folder of a tokenizer that is not there, or is another model's.
 
+    Added tokens may lie behind the last row of the embedding, as the one
+    for Gemma 3's images does, whose models of text alone have fewer rows: texts that spell it are
+    told of.
+
     Raises:
         CheckpointError: says what was found.
     """
@@ -87,11 +91,19 @@ def check_fits(folder: Path, vocab_size: int) -> None:
         )
     from tokenizers import Tokenizer
 
-    largest = max(Tokenizer.from_file(str(path)).get_vocab().values(), default=0)
+    found = Tokenizer.from_file(str(path))
+    largest = max(found.get_vocab(with_added_tokens=False).values(), default=0)
     if largest >= vocab_size:
         raise CheckpointError(
             f"{path} has the token {largest}, and the model has {vocab_size}, counted from 0: it "
             "is another model's tokenizer."
+        )
+    beyond = {number: text for text, number in found.get_vocab().items() if number >= vocab_size}
+    if beyond:
+        logger.warning(
+            "%s has %d added tokens, such as %r (%d), behind the last of the model's %d: it cannot "
+            "read texts that have them",
+            *(path, len(beyond), beyond[min(beyond)], min(beyond), vocab_size),
         )
 
 

@@ -415,7 +415,7 @@ def test_a_folders_tokenizer_wins(folder: Path, tmp_path: Path, pre: str) -> Non
     for name, large in (("small", folder), ("large", tmp_path / "large")):
         path = ggufs.write(large, tmp_path / f"{name}.gguf", vocab=vocab)
         if name == "small":
-            with pytest.raises(CheckpointError, match=r"the token 2047, and the model has 160"):
+            with pytest.raises(CheckpointError, match=r"the token 2042, and the model has 160"):
                 export_model(path, tmp_path / "artifact", options)
             continue
         artifact = Artifact.read(export_model(path, tmp_path / "artifact", options))
@@ -424,6 +424,20 @@ def test_a_folders_tokenizer_wins(folder: Path, tmp_path: Path, pre: str) -> Non
             assert (artifact.path / file.name).read_bytes() == file.read_bytes()
     of_checkpoint = export_model(tmp_path / "large", tmp_path / "other", options)
     assert (of_checkpoint / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [(2046, True), (2048, False)])
+def test_added_tokens_behind_the_embedding(
+    rows: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Gemma 3's original folder has one for images, which its files of text have no row for."""
+    checkpoints.make(checkpoints.Case("llama", {"vocab_size": rows}), tmp_path / "checkpoint")
+    path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    options = ExportOptions(precision="fp32", tokenizer=DEMO)
+    artifact = export_model(path, tmp_path / "artifact", options)
+    assert (artifact / "tokenizer.json").is_file()
+    told = "has 2 added tokens, such as '<tool_call>' (2046), behind the last of the model's 2046"
+    assert (told in caplog.text) == is_told
 
 
 def test_a_folder_without_a_tokenizer(folder: Path, tmp_path: Path) -> None:
