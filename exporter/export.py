@@ -19,7 +19,7 @@ from onnxport.exporter.families.eagle3 import is_head
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
-from onnxport.exporter.origin import DEFAULT_PRECISION, open_origin
+from onnxport.exporter.origin import DEFAULT_PRECISION, Origin, open_origin
 from onnxport.exporter.plan import (
     EXPERTS,
     MatrixPlan,
@@ -32,11 +32,13 @@ from onnxport.exporter.progress import advance_through
 from onnxport.exporter.shard import DTYPES
 from onnxport.exporter.sizes import artifact_bytes
 from onnxport.exporter.source import (
+    END,
     TEMPLATE_FOLDER,
     TOKENIZER_FILES,
     SpecialTokens,
     check_fits,
     check_tokenizer,
+    named_ids,
     read_json,
     special_tokens,
 )
@@ -92,8 +94,8 @@ def export_model(
         check_tokenizer(files)
         if options.tokenizer is not None:
             check_fits(files, spec.vocab_size)
-        tokens = special_tokens(files, spec.vocab_size)
-        _warn(folder, files, spec)
+        tokens = _tokens(origin, files, spec.vocab_size)
+        _warn(folder, files, spec, tokens)
         options = options.settled(origin.precision)
         with origin.open(spec, options.token) as checkpoint:
             names = origin.names(family, checkpoint)
@@ -168,7 +170,17 @@ def preferred_precision(folder: CheckpointFolder) -> str:
         return origin.precision
 
 
-def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec) -> None:
+def _tokens(origin: Origin, files: Path, vocab_size: int) -> SpecialTokens:
+    """The special tokens, of which a tokenizer's folder may name no ends, but the model itself."""
+    if named_ids(files, END):
+        return special_tokens(files, vocab_size)
+    ends = origin.ends(vocab_size)
+    if ends:
+        logger.info("%s names no token that ends texts; the model names %s", files, list(ends))
+    return special_tokens(files, vocab_size, ends)
+
+
+def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: SpecialTokens) -> None:
     """Say what an artifact will not be good for."""
     if not (files / TOKENIZER_FILES[0]).is_file():
         advice = (
@@ -180,6 +192,13 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec) -> None:
         logger.warning(
             "%s has no %s, so the artifact will take token ids only; %s",
             *(folder.path, TOKENIZER_FILES[0], advice),
+        )
+    if not tokens.eos:
+        logger.warning(
+            "neither %s nor %s names a token that ends texts, so each goes on to its max_tokens; "
+            "set %s in the folder's generation_config.json, or ignore this of a model that has "
+            "none",
+            *(folder.path, files, END),
         )
     if spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
         logger.warning(

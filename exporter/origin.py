@@ -14,6 +14,7 @@ from onnxport.exporter.gguf.model import GgufModel
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, fetch_weights
 from onnxport.exporter.quantization import read_quantization
+from onnxport.exporter.source import END, named_ids
 from onnxport.graphs.spec import ArchSpec
 
 DEFAULT_PRECISION: Final = "int4"
@@ -57,6 +58,10 @@ class FolderOrigin:
     def files(self) -> Path:
         """The folder of the tokenizer and other small files."""
         return self.folder.path
+
+    def ends(self, vocab_size: int) -> tuple[int, ...]:
+        """The tokens that end texts, as the model itself names them. Raises CheckpointError."""
+        return named_ids(self.folder.path, END)
 
     def open(self, spec: ArchSpec, token: str | bool | None) -> Checkpoint:
         """Open the weights, of a model on the hub downloaded first. Raises CheckpointError."""
@@ -104,6 +109,10 @@ class GgufOrigin:
     def files(self) -> Path:
         """A folder, which is gone when the file is closed, of the tokenizer that is in it."""
         return self._model.write_files()
+
+    def ends(self, vocab_size: int) -> tuple[int, ...]:
+        """The tokens that end texts, as the file names them. Raises CheckpointError."""
+        return tuple(self._model.ends(vocab_size))
 
     def open(self, spec: ArchSpec, token: str | bool | None) -> Checkpoint:
         """Open the weights. Raises CheckpointError."""

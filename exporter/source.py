@@ -25,6 +25,7 @@ TOKENIZER_FILES: Final = (
 )
 logger = logging.getLogger(__name__)
 
+END: Final = "eos_token_id"
 TEMPLATE_FOLDER: Final = "additional_chat_templates"  # named templates, one `.jinja` file each
 
 
@@ -76,9 +77,8 @@ def check_tokenizer(folder: Path) -> None:
 def check_fits(folder: Path, vocab_size: int) -> None:
     """Refuse the folder of a tokenizer that is not there, or is another model's.
 
-    Added tokens may lie behind the last row of the embedding, as the one
-    for Gemma 3's images does, whose models of text alone have fewer rows: texts that spell it are
-    told of.
+    Added tokens may lie behind the last row of the embedding, and a warning tells of them: Gemma
+    3's folders have one for images, and its models of text alone no row for it.
 
     Raises:
         CheckpointError: says what was found.
@@ -107,38 +107,47 @@ def check_fits(folder: Path, vocab_size: int) -> None:
         )
 
 
-def special_tokens(folder: Path, vocab_size: int) -> SpecialTokens:
-    """Special token ids; `generation_config.json` goes before `config.json`, as in transformers.
+def named_ids(folder: Path, key: str) -> tuple[int, ...]:
+    """The token ids that a folder names; `generation_config.json` goes before `config.json`.
 
-    The last to be asked is the `text_config` of a model that reads images, too. The tokenizer's own
-    end token is one besides those, as in vLLM and llama.cpp: who trains a chat model from a base
-    may have changed that alone.
+    That is transformers' order. The last to be asked is the `text_config` of a model that reads
+    images, too.
 
     Raises CheckpointError for an id that is not an integer.
     """
     sources = [read_json(folder / name) for name in ("generation_config.json", "config.json")]
     if isinstance(text := sources[-1].get("text_config"), dict):
         sources.append(text)
+    for values in sources:
+        found = values.get(key)
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise CheckpointError(f"{folder}: {key} is {found!r}, expected token ids.")
+        known = tuple(i for i in ids if i >= 0)  # Llama 1 wrote -1 for "none"
+        if known:
+            return known
+    return ()
 
-    def find(key: str) -> tuple[int, ...]:
-        for values in sources:
-            found = values.get(key)
-            ids = found if isinstance(found, list) else [] if found is None else [found]
-            if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-                raise CheckpointError(f"{folder}: {key} is {found!r}, expected token ids.")
-            known = tuple(i for i in ids if i >= 0)  # Llama 1 wrote -1 for "none"
-            if known:
-                return known
-        return ()
 
-    ends, own = find("eos_token_id"), _end_of_tokenizer(folder)
+def special_tokens(
+    folder: Path, vocab_size: int, further_ends: tuple[int, ...] = ()
+) -> SpecialTokens:
+    """The special token ids that a folder names; see `named_ids`.
+
+    The tokenizer's own end token is one besides those, as in vLLM and llama.cpp: who trains a chat
+    model from a base may have changed that alone. `further_ends` are some that it does not name.
+
+    Raises CheckpointError for an id that is not an integer.
+    """
+    ends = (*named_ids(folder, END), *further_ends)
+    own = _end_of_tokenizer(folder)
     if own is not None and own not in ends and own < vocab_size:  # which the model can write
         logger.info("token %d ends texts, too, as the tokenizer says", own)
         ends = (*ends, own)
     return SpecialTokens(
         ends,
-        next(iter(find("bos_token_id")), None),
-        next(iter(find("pad_token_id")), None),
+        next(iter(named_ids(folder, "bos_token_id")), None),
+        next(iter(named_ids(folder, "pad_token_id")), None),
     )
 
 

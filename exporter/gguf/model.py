@@ -21,6 +21,7 @@ from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.parts import parts_of
 from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.gguf.tokenizer import write_files
+from onnxport.exporter.gguf.vocabulary import read_ends
 from onnxport.graphs.spec import ArchSpec
 
 _COUNT: Final = "split.count"
@@ -111,6 +112,10 @@ class GgufModel:
             meta = self._metadata
             write_files(meta.all, meta.path, meta.architecture, Path(self._folder.name))
         return Path(self._folder.name)
+
+    def ends(self, vocab_size: int) -> list[int]:
+        """The tokens that end texts, also where the tokenizer is not read; see `read_ends`."""
+        return read_ends(self._metadata.all, self._metadata.path, vocab_size)
 
     def _open(self, path: Path) -> None:
         """Open all files; the first one says how many there are."""

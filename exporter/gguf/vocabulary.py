@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,8 @@ UNUSED: Final = 5
 BYTE: Final = 6
 SPACE: Final = "\u2581"  # how SentencePiece spells a space
 
-_SPECIAL: Final = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_NAMED_ENDS: Final = ("eos", "eot", "eom")
+_SPECIAL: Final = ("bos", *_NAMED_ENDS, "unknown", "padding")
 # Keys that change nothing here: tokens of tasks that are not asked for.
 _IRRELEVANT: Final = frozenset(
     {
@@ -81,11 +82,7 @@ class Vocabulary:
             CheckpointError: The values contradict each other.
             UnsupportedModelError: A kind of tokenizer, or a key, that is not known.
         """
-        own = {
-            key.removeprefix(PREFIX): value
-            for key, value in values.items()
-            if key.startswith(PREFIX)
-        }
+        own = _own(values)
         kind = own.get("model", "none")
         if kind in ("none", "no_vocab"):
             return None
@@ -105,16 +102,6 @@ class Vocabulary:
             )
         if kind == "llama":
             tokens = tuple(map(_as_in_texts, tokens, types))
-        special = {}
-        for name in _SPECIAL:
-            found = own.get(f"{name}_token_id")
-            if found is None:
-                continue
-            if type(found) is not int or not 0 <= found < len(tokens):
-                raise CheckpointError(
-                    f"{path}: {PREFIX}{name}_token_id is {found!r}, of {len(tokens)} tokens."
-                )
-            special[name] = found
         adds_bos = own.get("add_bos_token")
         return cls(
             path,
@@ -124,7 +111,7 @@ class Vocabulary:
             types,
             scores,
             tuple(_list(own, "merges", str, path)),
-            special,
+            _special(own, _SPECIAL, len(tokens), path),
             None if adds_bos is None else bool(adds_bos),
             bool(own.get("add_eos_token", False)),
             bool(own.get("add_space_prefix", kind == "llama")),
@@ -132,19 +119,65 @@ class Vocabulary:
 
     def ends(self) -> list[int]:
         """The tokens that end what the model says, its own end first."""
-        named = [self.special[name] for name in ("eos", "eot", "eom") if name in self.special]
-        known = {
-            token: place
-            for place, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in (CONTROL, USER_DEFINED) and token in _ENDS
-        }
-        if known.keys() >= _HARMONY:
-            del known["<|end|>"]
-        return list(dict.fromkeys([*named, *known.values()]))
+        return _ends(self.special, self.tokens, self.types)
 
     def text(self, name: str) -> str | None:
         """A special token as it is spelled; None: there is none."""
         return self.tokens[self.special[name]] if name in self.special else None
+
+
+def read_ends(values: Mapping[str, Any], path: Path, vocab_size: int) -> list[int]:
+    """What `Vocabulary.ends` tells, also of a file whose tokenizer is not read.
+
+    Args:
+        values: All metadata.
+        path: The file, for errors.
+        vocab_size: Tokens that the model can write.
+
+    Raises:
+        CheckpointError: An id is none of them.
+    """
+    own = _own(values)
+    special = _special(own, _NAMED_ENDS, vocab_size, path)
+    tokens, types = own.get("tokens"), own.get("token_type")
+    if not isinstance(tokens, list) or not isinstance(types, list) or len(tokens) != len(types):
+        tokens = types = []
+    return _ends(special, tokens[:vocab_size], types[:vocab_size])
+
+
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the tokenizer, without what they all begin with."""
+    found = {key: value for key, value in values.items() if key.startswith(PREFIX)}
+    return {key.removeprefix(PREFIX): value for key, value in found.items()}
+
+
+def _special(
+    own: Mapping[str, Any], names: Sequence[str], count: int, path: Path
+) -> dict[str, int]:
+    """The ids of special tokens, each of them one of `count`."""
+    special: dict[str, int] = {}
+    for name in names:
+        found = own.get(f"{name}_token_id")
+        if found is None:
+            continue
+        if type(found) is not int or not 0 <= found < count:
+            raise CheckpointError(
+                f"{path}: {PREFIX}{name}_token_id is {found!r}, of {count} tokens."
+            )
+        special[name] = found
+    return special
+
+
+def _ends(special: Mapping[str, int], tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+    named = [special[name] for name in _NAMED_ENDS if name in special]
+    known = {
+        token: place
+        for place, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED) and token in _ENDS
+    }
+    if known.keys() >= _HARMONY:
+        del known["<|end|>"]
+    return list(dict.fromkeys([*named, *known.values()]))
 
 
 def _as_in_texts(token: str, kind: int) -> str:

@@ -440,6 +440,59 @@ def test_added_tokens_behind_the_embedding(
     assert (told in caplog.text) == is_told
 
 
+ENDS: Mapping[str, tuple[Mapping[str, Any], tuple[int, ...]]] = {
+    "named": ({"eos_token_id": 7, "eot_token_id": 9}, (7, 9)),
+    "known, of a tokenizer that is not read": (
+        {
+            **{"model": "unheard-of", "eos_token_id": 1, "tokens": ["a", "b", "<|im_end|>"]},
+            "token_type": [1, 3, 3],
+        },
+        (1, 2),
+    ),
+    "of no types": ({"eos_token_id": 1, "tokens": ["<|im_end|>"]}, (1,)),
+    "behind the embedding": (
+        {"tokens": [*map(str, range(2048)), "<|im_end|>"], "token_type": [3] * 2049},
+        (),
+    ),
+    "none": ({"model": "gpt2"}, ()),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_that_a_tokenizers_folder_does_not_name(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, ends = ENDS[name]
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    checkpoints.make(checkpoints.Case("llama", {"vocab_size": 2048}), tmp_path / "checkpoint")
+    vocab = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", vocab=vocab)
+    options = ExportOptions(precision="fp32", tokenizer=tmp_path / "files")
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", options))
+    assert artifact.manifest.eos_token_ids == ends
+    assert ("names a token that ends texts, so each goes on" in caplog.text) == (not ends)
+
+
+def test_ends_of_a_checkpoint_that_a_tokenizers_folder_does_not_name(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
+    checkpoints.make(checkpoints.Case("llama", {"vocab_size": 2048}), tmp_path / "checkpoint")
+    named = tmp_path / "checkpoint" / "generation_config.json"
+    named.write_text('{"eos_token_id": [8, 9]}', encoding="utf-8")
+    options = ExportOptions(precision="fp32", tokenizer=tmp_path / "files")
+    artifact = Artifact.read(export_model(tmp_path / "checkpoint", tmp_path / "artifact", options))
+    assert artifact.manifest.eos_token_ids == (8, 9)
+
+
+def test_an_end_that_is_no_token(tmp_path: Path, folder: Path) -> None:
+    """Where the folder names none; a file whose tokenizer could not be read has no other."""
+    vocab = {"tokenizer.ggml.model": "none", "tokenizer.ggml.eos_token_id": 160}
+    path = ggufs.write(folder, tmp_path / "model.gguf", vocab=vocab)
+    with pytest.raises(CheckpointError, match="eos_token_id is 160, of 160 tokens"):
+        export_model(path, tmp_path / "artifact", FLOATS)
+
+
 def test_a_folder_without_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     path = ggufs.write(folder, tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match=r"named as the tokenizer's folder, holds no tokeni"):
