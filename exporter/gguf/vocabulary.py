@@ -47,12 +47,13 @@ _READ: Final = frozenset(
         *(f"{name}_token_id" for name in _SPECIAL),
     }
 )
+_TAG: Final = "</s>"  # which Gemma has as text, for it is HTML's, too
 # Tokens that end what a model says, whatever else a file calls its end, and whatever it calls them;
 # llama.cpp has these and more.
 _ENDS: Final = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
-        *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>"),
+        *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", _TAG),
     }
 )
 _HARMONY: Final = frozenset({"<|return|>", "<|call|>", "<|end|>"})  # the last one ends no text
@@ -174,6 +175,7 @@ def _ends(special: Mapping[str, int], tokens: Sequence[str], types: Sequence[int
         token: place
         for place, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED) and token in _ENDS
+        if token != _TAG or kind == CONTROL or not named
     }
     if known.keys() >= _HARMONY:
         del known["<|end|>"]

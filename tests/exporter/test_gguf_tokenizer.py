@@ -339,6 +339,14 @@ def test_ends_of_texts(demo: dict[str, Any], tmp_path: Path) -> None:
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode([2043]) == ""
     assert ends({2046: "<|end_of_role|>"}, {2046: 3}) == [2045, 2043]
     assert ends({}, {2043: 1}) == [2045]
+    tag = {2043: "</s>"}
+    assert ends(tag, {2043: 4}) == [2045]  # HTML's, as Gemma has it
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode([2043]) == "</s>"
+    assert ends(tag, {2043: 3}) == [2045, 2043]
+    assert ends(tag, {2043: 4}, eos=2043) == [2043, 2045]
+    del demo["tokenizer.ggml.eos_token_id"]
+    assert ends(tag, {2043: 4}) == [2043, 2045]
+    demo["tokenizer.ggml.eos_token_id"] = 2045
     harmony = {2043: "<|return|>", 2044: "<|call|>", 2046: "<|end|>"}
     assert ends(harmony, {2046: 3}, eos=2043) == [2043, 2044, 2045]
     assert ends({2046: "<|end|>"}, {2046: 3}) == [2045, 2043, 2046]
