@@ -52,9 +52,9 @@ def read_config(facts: Facts) -> tuple[Architecture, Values]:
 def _common(facts: Facts, model: str, **rope: bool) -> Values:
     """What all architectures share; `model` is transformers' class."""
     meta = facts.metadata
-    hidden = meta.require("embedding_length", int)
-    heads = meta.require("attention.head_count", int)
-    head = meta.get("attention.key_length", int, hidden // max(heads, 1))
+    hidden = facts.count("embedding_length")
+    heads = facts.count("attention.head_count")
+    head = facts.count("attention.key_length", hidden // heads)
     if (values := meta.get("attention.value_length", int, head)) != head:
         raise UnsupportedModelError(
             f"{meta.path}: values have {values} channels a head and keys {head}; supported is one "
@@ -64,12 +64,12 @@ def _common(facts: Facts, model: str, **rope: bool) -> Values:
         "architectures": [model],
         "vocab_size": facts.vocab_size(),
         "hidden_size": hidden,
-        "intermediate_size": meta.require("feed_forward_length", int),
+        "intermediate_size": facts.count("feed_forward_length"),
         "num_hidden_layers": facts.num_layers(),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get("attention.head_count_kv", int, heads),
+        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
         "head_dim": head,
-        "max_position_embeddings": meta.require("context_length", int),
+        "max_position_embeddings": facts.count("context_length"),
         "rms_norm_eps": meta.require("attention.layer_norm_rms_epsilon", float),
         "rope_parameters": rope_parameters(facts, head, **rope),
         "tie_word_embeddings": not facts.has("output.weight"),

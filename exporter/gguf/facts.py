@@ -22,13 +22,27 @@ class Facts:
         """Whether a tensor is there."""
         return tensor in self.shapes
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """How many there are of something, at least 1; None: the file has to say so.
+
+        Raises:
+            CheckpointError: It does not, or says that there are none.
+        """
+        meta = self.metadata
+        given = meta.require(key, int) if default is None else meta.get(key, int, default)
+        if given < 1:
+            raise CheckpointError(
+                f"{meta.path}: {meta.name(key)} is {given}, expected at least 1. Download it again."
+            )
+        return given
+
     def num_layers(self) -> int:
         """The layers that there are, by the metadata.
 
         Raises:
             CheckpointError: There are fewer tensors, each layer of which has some.
         """
-        told = self.metadata.require("block_count", int)
+        told = self.count("block_count")
         if told > len(self.shapes):
             raise CheckpointError(
                 f"{self.metadata.path}: {self.metadata.name('block_count')} is {told}, and there "
@@ -42,7 +56,7 @@ class Facts:
         Raises:
             CheckpointError: No router has rows for as many.
         """
-        told = self.metadata.require("expert_count", int)
+        told = self.count("expert_count")
         rows = {shape[0] for name, shape in self.shapes.items() if name.endswith(ROUTER)}
         if told not in rows:
             raise CheckpointError(

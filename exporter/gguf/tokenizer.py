@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from onnxport.exporter.gguf.vocabulary import (
 from onnxport.exporter.source import TEMPLATE_FOLDER
 
 _TEMPLATE: Final = "tokenizer.chat_template"
+_TEMPLATE_NAME: Final = re.compile(r"[\w.-]{1,100}", re.ASCII)  # which becomes a file's
 _WHOLE: Final = "tokenizer.huggingface.json"
 # Architectures whose merges are in the order of their tokens, and not of these' scores.
 _BY_PLACE: Final = ("gemma2", "gemma3")
@@ -258,8 +260,11 @@ def _write_templates(values: Mapping[str, Any], path: Path, folder: Path) -> Non
         if key != _TEMPLATE and not key.startswith(_TEMPLATE + "."):
             continue
         name = key.removeprefix(_TEMPLATE).removeprefix(".")
-        if not isinstance(text, str) or Path(name).name != name:
-            raise CheckpointError(f"{path}: {key} is no text of a template, or has no name of one.")
+        if not isinstance(text, str) or (name and not _TEMPLATE_NAME.fullmatch(name)):
+            raise CheckpointError(
+                f"{path}: {key[:120]!r} is no text of a template, or has no name of one, which is "
+                f"of letters, digits, '_', '-' and '.', at most 100. {ADVICE}"
+            )
         if name:
             (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
             (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_text(text, encoding="utf-8")

@@ -103,11 +103,14 @@ class Vocabulary:
             )
         if kind == "llama":
             tokens = tuple(map(_as_in_texts, tokens, types))
+        pre = own.get("pre")
+        if not isinstance(pre, str | None):
+            raise CheckpointError(f"{path}: {PREFIX}pre is {str(pre)[:80]}, expected a name.")
         adds_bos = own.get("add_bos_token")
         return cls(
             path,
             kind,
-            own.get("pre"),
+            pre,
             tokens,
             types,
             scores,

@@ -382,8 +382,8 @@ def test_chat_templates(demo: dict[str, Any], tmp_path: Path) -> None:
     assert template.special_tokens["eos_token"] == "<|im_end|>"
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", ""])
-def test_a_template_may_not_leave_its_folder(
+@pytest.mark.parametrize("name", ["../up", "a/b", "a\0b", "a b", "ä", "a\n", "x" * 101, ""])
+def test_a_templates_name_is_that_of_a_file(
     name: str, demo: dict[str, Any], tmp_path: Path
 ) -> None:
     key = f"tokenizer.chat_template.{name}"
@@ -392,6 +392,18 @@ def test_a_template_may_not_leave_its_folder(
         return
     with pytest.raises(CheckpointError, match="no text of a template, or has no name"):
         made({**demo, key: "text"}, tmp_path)
+
+
+def test_the_longest_name_of_a_template(demo: dict[str, Any], tmp_path: Path) -> None:
+    name = "tool-use.2_" + "x" * 89
+    own = {"tokenizer.chat_template": "", f"tokenizer.chat_template.{name}": "text"}
+    made({**demo, **own}, tmp_path)
+    assert ChatTemplate.read(tmp_path).sources[name] == "text"
+
+
+def test_a_template_of_no_text(demo: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no text of a template"):
+        made({**demo, "tokenizer.chat_template": ["text"]}, tmp_path)
 
 
 def test_the_models_own_file_goes_first(demo: dict[str, Any], tmp_path: Path) -> None:
@@ -429,6 +441,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "an unknown cut": ({"pre": "superbpe"}, "says 'superbpe' how texts are cut .* known are dbrx"),
     "no cut": ({"pre": None}, "does not say how texts are cut into words"),
     "the older default": ({"pre": "default"}, "says 'default' how texts are cut"),
+    "a list of cuts": ({"pre": ["qwen2"]}, r"pre is \['qwen2'\], expected a name"),
     "an unknown key": ({"byte_encoder": "x"}, r"tokenizer\.ggml\.byte_encoder = x"),
     "spaces that go": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces = True"),
     "a map of characters": ({"precompiled_charsmap": [1]}, r"precompiled_charsmap = \[1\]"),
