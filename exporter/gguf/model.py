@@ -21,7 +21,7 @@ from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.parts import parts_of
 from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.gguf.tokenizer import write_files
-from onnxport.exporter.gguf.vocabulary import read_ends
+from onnxport.exporter.gguf.vocabulary import check_count, read_ends
 from onnxport.graphs.spec import ArchSpec
 
 _COUNT: Final = "split.count"
@@ -60,6 +60,7 @@ class GgufModel:
             raise
         self._neighbours = architecture.neighbours
         self.config = Config(values, path)
+        self._vocab_size: int = values["vocab_size"]
         self.names: TensorNames = layout(self._metadata.architecture)
 
     def close(self) -> None:
@@ -104,12 +105,14 @@ class GgufModel:
         """Write tokenizer, templates and generation settings to a folder, which `close` removes.
 
         Raises:
-            CheckpointError: What the metadata say of them contradicts itself.
+            CheckpointError: What the metadata say of them contradicts itself, or there are more
+                tokens than rows of the embedding.
             UnsupportedModelError: The tokenizer is of a kind that is not known.
         """
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="onnxport-gguf-")
             meta = self._metadata
+            check_count(meta.all, meta.path, self._vocab_size)
             write_files(meta.all, meta.path, meta.architecture, Path(self._folder.name))
         return Path(self._folder.name)
 

@@ -149,6 +149,21 @@ def read_ends(values: Mapping[str, Any], path: Path, vocab_size: int) -> list[in
     return _ends(special, tokens[:vocab_size], types[:vocab_size])
 
 
+def check_count(values: Mapping[str, Any], path: Path, vocab_size: int) -> None:
+    """Refuse more tokens in the metadata `values` of the file `path` than the model has rows for.
+
+    Fewer are allowed: rows behind the last token are padding.
+
+    Raises CheckpointError.
+    """
+    tokens = values.get(f"{PREFIX}tokens")
+    if isinstance(tokens, list) and len(tokens) > vocab_size:
+        raise CheckpointError(
+            f"{path} has {len(tokens)} tokens, and the model's embedding {vocab_size} rows: they "
+            f"are another model's. {ADVICE}"
+        )
+
+
 def _own(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of the tokenizer, without what they all begin with."""
     found = {key: value for key, value in values.items() if key.startswith(PREFIX)}

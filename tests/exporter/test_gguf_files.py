@@ -415,6 +415,23 @@ def test_the_tokenizer_comes_along(folder: Path, tmp_path: Path) -> None:
     assert artifact.manifest.source.name == "model"
 
 
+def test_more_tokens_than_rows(tmp_path: Path) -> None:
+    checkpoints.make(checkpoints.Case("llama", {"vocab_size": 4}), tmp_path / "checkpoint")
+    vocab = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    for tokens in (["a", "b", "ab"], ["a", "b", "ab", "c"], ["a", "b", "ab", "c", "d"]):
+        own = {**vocab, "tokenizer.ggml.tokens": tokens}
+        path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", vocab=own)
+        if len(tokens) <= 4:
+            export_model(path, tmp_path / f"{len(tokens)}", FLOATS)
+            continue
+        with pytest.raises(CheckpointError, match=r"has 5 tokens, .* 4 rows: .*--tokenizer"):
+            export_model(path, tmp_path / "artifact", FLOATS)
+
+
 @pytest.mark.parametrize("pre", ["qwen2", "unheard-of"])
 def test_a_folders_tokenizer_wins(folder: Path, tmp_path: Path, pre: str) -> None:
     """Also where that of the file could not be read."""
