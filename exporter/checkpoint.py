@@ -376,10 +376,14 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _no_weights(folder: Path) -> str:
-    others = sorted(
-        path.name for path in folder.glob("*") if path.suffix in {".bin", ".pt", ".gguf", ".pth"}
-    )
-    hint = f" It holds {_some(others)}: convert them to safetensors first." if others else ""
+    files = sorted(path.name for path in folder.glob("*"))
+    ggufs = [name for name in files if name.endswith(".gguf")]
+    others = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    hint = ""
+    if ggufs:
+        hint = f" It holds {_some(ggufs)}: give a GGUF file itself, such as {folder / ggufs[0]}."
+    elif others:
+        hint = f" It holds {_some(others)}: convert them to safetensors first."
     return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}.{hint}"
 
 

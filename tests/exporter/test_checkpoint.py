@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -214,4 +215,9 @@ def test_no_weights_names_what_is_there(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"holds pytorch_model\.bin: convert"):
+        Checkpoint.open(tmp_path)
+    (tmp_path / "x-Q8_0.gguf").touch()  # which is read as it is
+    (tmp_path / "x-F16.gguf").touch()
+    message = rf"holds x-F16\.gguf, x-Q8_0\.gguf: give .* {re.escape(str(tmp_path))}/x-F16\.gguf\.$"
+    with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(tmp_path)
