@@ -89,6 +89,7 @@ def export_model(
         family = find_family(config)
         spec = family.spec(config, options.context_length)
         further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
+        origin.check_weights()
         config.check_all_used(family.name)
         files = origin.files() if options.tokenizer is None else Path(options.tokenizer)
         check_tokenizer(files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -13,7 +14,7 @@ from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.gguf.model import GgufModel
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, fetch_weights
-from onnxport.exporter.quantization import read_quantization
+from onnxport.exporter.quantization import Quantization, read_quantization
 from onnxport.exporter.source import END, named_ids
 from onnxport.graphs.spec import ArchSpec
 
@@ -33,11 +34,9 @@ class FolderOrigin:
 
         Raises:
             CheckpointError: It cannot be read.
-            UnsupportedModelError: The weights are quantized in a way that is not read.
         """
         self.folder = folder
         self.config = Config.read(folder.path)
-        self._quantization = read_quantization(self.config)
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +53,21 @@ class FolderOrigin:
     def precision(self) -> str:
         """The precision of the weights where none was asked for."""
         return DEFAULT_PRECISION
+
+    @cached_property
+    def _quantization(self) -> Quantization:
+        return read_quantization(self.config)
+
+    def check_weights(self) -> None:
+        """Check what the configuration says of how weights are quantized.
+
+        Of a model that is not supported anyway nobody asks, for other weights would not help.
+
+        Raises:
+            CheckpointError: A value is of a wrong type.
+            UnsupportedModelError: They are quantized in a way that is not read.
+        """
+        _ = self._quantization
 
     def files(self) -> Path:
         """The folder of the tokenizer and other small files."""
@@ -105,6 +119,9 @@ class GgufOrigin:
     def precision(self) -> str:
         """The precision of the weights where none was asked for."""
         return self._model.precision
+
+    def check_weights(self) -> None:
+        """Do nothing: types are checked with the header, and when the weights are opened."""
 
     def files(self) -> Path:
         """A folder, which is gone when the file is closed, of the tokenizer that is in it."""

@@ -71,6 +71,17 @@ def test_an_unsupported_architecture(checkpoint: Path) -> None:
     assert "LlamaForCausalLM" in str(error)
 
 
+def test_what_is_not_supported_goes_before_how_it_is_quantized(checkpoint: Path) -> None:
+    """Other weights would not help."""
+    odd = {"quant_method": "odd"}
+    checkpoints.edit_config(checkpoint, quantization_config=odd)
+    assert "'odd'" in str(fails(checkpoint))
+    checkpoints.edit_config(checkpoint, architectures=["GPT2LMHeadModel"])
+    assert "names GPT2LMHeadModel, which is not supported" in str(fails(checkpoint))
+    checkpoints.edit_config(checkpoint, draft_vocab_size=8)
+    assert "is a draft head" in str(fails(checkpoint))
+
+
 def test_a_key_that_is_not_understood(checkpoint: Path) -> None:
     checkpoints.edit_config(checkpoint, residual_multiplier=0.3)
     error = fails(checkpoint)

@@ -251,6 +251,16 @@ def test_no_embedding() -> None:
         read_config(Facts(found.metadata, {}, found.numbers))
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [{"attention__key_length": 0, "attention__value_length": 0}, {"attention__head_count": 1000}],
+)
+def test_heads_of_no_channels(keys: dict[str, int]) -> None:
+    """Of an architecture a part of whose channels rotates."""
+    with pytest.raises(CheckpointError, match="attention.key_length is 0, expected at least 1"):
+        read_config(facts("glm4moe", **keys))
+
+
 @pytest.mark.parametrize("architecture", ["glm4moe", "qwen3moe"])
 def test_more_experts_than_there_are(architecture: str) -> None:
     """A damaged count makes no plan for thousands of millions of them."""
