@@ -177,7 +177,7 @@ def _tokens(origin: Origin, files: Path, vocab_size: int) -> SpecialTokens:
         return special_tokens(files, vocab_size)
     ends = origin.ends(vocab_size)
     if ends:
-        logger.info("%s names no token that ends texts; the model names %s", files, list(ends))
+        logger.info("the tokenizer's files name no token that ends texts; the model %s", list(ends))
     return special_tokens(files, vocab_size, ends)
 
 
@@ -196,10 +196,9 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: Special
         )
     if not tokens.eos:
         logger.warning(
-            "neither %s nor %s names a token that ends texts, so each goes on to its max_tokens; "
-            "set %s in the folder's generation_config.json, or ignore this of a model that has "
-            "none",
-            *(folder.path, files, END),
+            "%s names no token that ends texts, nor does its tokenizer, so each goes on to its "
+            "max_tokens; a generation_config.json beside the tokenizer, with %s, tells some",
+            *(folder.path, END),
         )
     if spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
         logger.warning(

@@ -257,7 +257,7 @@ def test_no_embedding() -> None:
 )
 def test_heads_of_no_channels(keys: dict[str, int]) -> None:
     """Of an architecture a part of whose channels rotates."""
-    with pytest.raises(CheckpointError, match="attention.key_length is 0, expected at least 1"):
+    with pytest.raises(CheckpointError, match=r"attention\.key_length is 0, expected at least 1"):
         read_config(facts("glm4moe", **keys))
 
 

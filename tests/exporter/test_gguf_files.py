@@ -501,7 +501,7 @@ def test_ends_that_a_tokenizers_folder_does_not_name(
     options = ExportOptions(precision="fp32", tokenizer=tmp_path / "files")
     artifact = Artifact.read(export_model(path, tmp_path / "artifact", options))
     assert artifact.manifest.eos_token_ids == ends
-    assert ("names a token that ends texts, so each goes on" in caplog.text) == (not ends)
+    assert ("model.gguf names no token that ends texts" in caplog.text) == (not ends)
 
 
 def test_ends_of_a_checkpoint_that_a_tokenizers_folder_does_not_name(tmp_path: Path) -> None:
