@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnxport.errors import UnsupportedModelError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.ropes import ORIGINAL, rope_parameters
 
@@ -55,6 +55,10 @@ def _common(facts: Facts, model: str, **rope: bool) -> Values:
     hidden = meta.require("embedding_length", int)
     heads = meta.require("attention.head_count", int)
     head = meta.get("attention.key_length", int, hidden // max(heads, 1))
+    if head < 1:
+        raise CheckpointError(
+            f"{meta.path}: heads have {head} channels; they have one at least. Download it again."
+        )
     if (values := meta.get("attention.value_length", int, head)) != head:
         raise UnsupportedModelError(
             f"{meta.path}: values have {values} channels a head and keys {head}; supported is one "

@@ -259,3 +259,11 @@ def test_more_experts_than_there_are(architecture: str) -> None:
     metadata = Metadata(damaged, Path("model.gguf"))
     with pytest.raises(CheckpointError, match=r"expert_count is 4294967295, and .* \[4\] rows"):
         read_config(Facts(metadata, found.shapes, found.numbers))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+@pytest.mark.parametrize("channels", [0, -4])
+def test_heads_of_no_channels(architecture: str, channels: int) -> None:
+    own = {"attention.key_length": channels, "rope.dimension_count": 8}
+    with pytest.raises(CheckpointError, match=f"heads have {channels} channels"):
+        read_config(facts(architecture, **own))
