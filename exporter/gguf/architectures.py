@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnxport.errors import UnsupportedModelError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.ropes import ORIGINAL, rope_parameters
 
@@ -55,6 +55,10 @@ def _common(facts: Facts, model: str, **rope: bool) -> Values:
     hidden = meta.require("embedding_length", int)
     heads = meta.require("attention.head_count", int)
     head = meta.get("attention.key_length", int, hidden // max(heads, 1))
+    if head < 1:
+        raise CheckpointError(
+            f"{meta.path}: heads have {head} channels; they have one at least. Download it again."
+        )
     if (values := meta.get("attention.value_length", int, head)) != head:
         raise UnsupportedModelError(
             f"{meta.path}: values have {values} channels a head and keys {head}; supported is one "
@@ -65,7 +69,7 @@ def _common(facts: Facts, model: str, **rope: bool) -> Values:
         "vocab_size": facts.vocab_size(),
         "hidden_size": hidden,
         "intermediate_size": meta.require("feed_forward_length", int),
-        "num_hidden_layers": meta.require("block_count", int),
+        "num_hidden_layers": facts.num_layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.get("attention.head_count_kv", int, heads),
         "head_dim": head,
@@ -88,7 +92,7 @@ def _experts(facts: Facts, count_key: str = "num_experts") -> Values:
     """How many experts there are; their scores are a softmax of logits."""
     facts.metadata.expect("expert_gating_func", _SOFTMAX)
     return {
-        count_key: facts.metadata.require("expert_count", int),
+        count_key: facts.num_experts(),
         "num_experts_per_tok": facts.metadata.require("expert_used_count", int),
     }
 
@@ -224,7 +228,7 @@ def _corrected(facts: Facts, model: str, **rope: bool) -> Values:
         "attention_bias": facts.has("blk.0.attn_q.bias"),
         "num_hidden_layers": values["num_hidden_layers"] - further,
         "num_nextn_predict_layers": further or None,
-        "n_routed_experts": meta.require("expert_count", int),
+        "n_routed_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "n_shared_experts": meta.get("expert_shared_count", int, 0),

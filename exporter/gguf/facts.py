@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from onnxport.errors import CheckpointError
+from onnxport.exporter.gguf.layouts import ROUTER
 from onnxport.exporter.gguf.metadata import Metadata
 
 
@@ -20,6 +21,35 @@ class Facts:
     def has(self, tensor: str) -> bool:
         """Whether a tensor is there."""
         return tensor in self.shapes
+
+    def num_layers(self) -> int:
+        """The layers that there are, by the metadata.
+
+        Raises:
+            CheckpointError: There are fewer tensors, each layer of which has some.
+        """
+        told = self.metadata.require("block_count", int)
+        if told > len(self.shapes):
+            raise CheckpointError(
+                f"{self.metadata.path}: {self.metadata.name('block_count')} is {told}, and there "
+                f"are {len(self.shapes)} tensors in all. Download it again."
+            )
+        return told
+
+    def num_experts(self) -> int:
+        """The experts of a layer, by the metadata.
+
+        Raises:
+            CheckpointError: No router has rows for as many.
+        """
+        told = self.metadata.require("expert_count", int)
+        rows = {shape[0] for name, shape in self.shapes.items() if name.endswith(ROUTER)}
+        if told not in rows:
+            raise CheckpointError(
+                f"{self.metadata.path}: {self.metadata.name('expert_count')} is {told}, and what "
+                f"chooses experts has {sorted(rows)} rows. Download it again."
+            )
+        return told
 
     def vocab_size(self) -> int:
         """Rows of the embedding.

@@ -18,6 +18,7 @@ SHORT_FACTORS: Final = "rope_factors_short.weight"
 GATE_BIAS: Final = "ffn_gate_exps.bias"
 UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
+ROUTER: Final = "ffn_gate_inp.weight"
 
 LAYOUT: Final = TensorNames(
     embedding="token_embd.weight",

@@ -116,9 +116,7 @@ class GgufModel:
         """Open all files; the first one says how many there are."""
         first = GgufShard(path)
         self._shards.append(first)
-        count, number = (
-            first.metadata.get(key, least) for key, least in ((_COUNT, 1), (_NUMBER, 0))
-        )
+        count, number = (_whole(first, key, least) for key, least in ((_COUNT, 1), (_NUMBER, 0)))
         if count in (0, 1):
             return
         paths = parts_of(path)
@@ -152,3 +150,14 @@ class GgufModel:
                 values = to_float32(blocks.decode(tensor.dtype, name, data))
                 return np.ravel(values).tolist()
         return None
+
+
+def _whole(shard: GgufShard, key: str, default: int) -> int:
+    """A count in the metadata. Raises CheckpointError if it is of another type."""
+    value = shard.metadata.get(key, default)
+    if type(value) is not int:
+        raise CheckpointError(
+            f"{shard.path}: {key} is {str(value)[:80]!r}, expected a whole number. "
+            "Download it again."
+        )
+    return value

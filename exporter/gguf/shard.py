@@ -18,7 +18,7 @@ import numpy as np
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.gguf.blocks import TYPES, BlockType
-from onnxport.exporter.shard import Shard, StoredTensor
+from onnxport.exporter.shard import MAX_HEADER_BYTES, Shard, StoredTensor
 
 ALIGNMENT: Final = "general.alignment"
 
@@ -172,8 +172,9 @@ class _Header:
         return struct.unpack(form, self._take(struct.calcsize(form)))
 
     def _take(self, size: int) -> bytes:
-        found = self._data[self.at : self.at + size]
-        if len(found) < size:
+        start, self.at = self.at, self.at + size
+        if self.at > len(self._data):
             raise self._shard._corrupt(f"it ends inside its header, at byte {len(self._data)}")
-        self.at += size
-        return found
+        if self.at > MAX_HEADER_BYTES:  # of large vocabularies they are a tenth of it
+            raise self._shard._corrupt(f"its header claims more than {MAX_HEADER_BYTES} bytes")
+        return self._data[start : self.at]

@@ -115,11 +115,14 @@ class Vocabulary:
                     f"{path}: {PREFIX}{name}_token_id is {found!r}, of {len(tokens)} tokens."
                 )
             special[name] = found
+        pre = own.get("pre")
+        if not isinstance(pre, str | None):
+            raise CheckpointError(f"{path}: {PREFIX}pre is {str(pre)[:80]}, and no name.")
         adds_bos = own.get("add_bos_token")
         return cls(
             path,
             kind,
-            own.get("pre"),
+            pre,
             tokens,
             types,
             scores,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.metrics import Metrics
 from onnxport.serving.params import SamplingParams
 from onnxport.version import __version__
+
+_Handler = Callable[[], Awaitable[Response]]
 
 
 def add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -49,12 +51,19 @@ def add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
 def _add_probes(app: FastAPI, service: Service) -> None:
     """Add what is asked every few seconds: whether the server lives, and how much it has to do."""
 
-    @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
-    @app.api_route("/v1/health", methods=["GET", "HEAD"], response_model=None)
+    def add_unlisted(path: str, *methods: str) -> Callable[[_Handler], _Handler]:
+        # Two methods of one route would have one operationId in `/openapi.json`.
+        return app.api_route(path, methods=[*methods], response_model=None, include_in_schema=False)
+
+    @add_unlisted("/health", "HEAD")
+    @add_unlisted("/v1/health", "HEAD")
+    @app.get("/health", response_model=None)
+    @app.get("/v1/health", response_model=None)
     async def health() -> Response:
         return JSONResponse(_health(service), _status(service))
 
-    @app.api_route("/ping", methods=["GET", "HEAD", "POST"], response_model=None)
+    @add_unlisted("/ping", "HEAD", "POST")
+    @app.get("/ping", response_model=None)
     async def ping() -> Response:
         return Response(status_code=_status(service))
 

@@ -136,6 +136,12 @@ def _prompt(service: Service, body: ChatRequest) -> str:
             "truncate_prompt_tokens is about tokens, and this is about their text; leave it out",
             "truncate_prompt_tokens",
         )
+    if body.add_special_tokens:
+        raise RequestError(
+            "add_special_tokens is about tokens, and this is about their text, which has only what "
+            "the chat template writes; leave it out, or send the conversation to /tokenize",
+            "add_special_tokens",
+        )
     chat = body.with_effort(service.template, service.reasoning)
     return encode(service, chat.messages, chat.offered_tools(), chat, MOST_TOKENS).text
 

@@ -311,7 +311,7 @@ def test_forms(command: list[str], tmp_path: Path) -> None:
         form("--regex", "a", "--choice", "b")
 
 
-def test_prompts(tmp_path: Path) -> None:
+def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("in a file\n\n")
     given = parse("generate", "m", "--max-tokens", "5", "a", "b", "--file", str(file))
@@ -320,6 +320,9 @@ def test_prompts(tmp_path: Path) -> None:
     assert prompts_of(parse("generate", "m", "a", "--max-tokens", "5")) == ["a"]
     with pytest.raises(RequestError, match="there is no prompt"):
         prompts_of(parse("generate", "m"))
+    with pytest.raises(SystemExit, match="0"):
+        parse("generate", "--help")
+    assert "MODEL [PROMPT ...]\n" in capsys.readouterr().out  # none of them is required
     with pytest.raises(RequestError, match=r"--file names .*, which cannot be read"):
         prompts_of(parse("generate", "m", "-f", str(tmp_path)))
 

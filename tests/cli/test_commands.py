@@ -113,6 +113,7 @@ def test_errors_are_one_paragraph(
         ["chat", artifact, "--chat-template", tmp_path],
         ["chat", artifact, "--chat-template-kwargs", '{"moood": 1}'],
         ["chat", artifact, "--grammar", tmp_path / "missing.gbnf"],
+        ["chat", checkpoint, "--grammar", tmp_path / "missing.gbnf"],  # before the export
         ["chat", artifact, "--grammar", "root ::= nothing"],
         ["chat", artifact, "--thinking-token-budget", "3"],
         ["chat", artifact, "--thinking-token-budget", "-3"],
@@ -159,6 +160,22 @@ def test_chat_in_a_form(artifact: Path) -> None:
     done = onnxport("chat", artifact, *given, stdin="hello\nyou\n")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch("(<[ab]{2}>\n){2}", done.stdout)
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="pipes have no paths here")
+def test_the_form_of_a_chat_may_come_from_a_pipe(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of `--grammar-file <(…)`: it can be read once."""
+    reader, writer = os.pipe()
+    os.write(writer, b'root ::= "<" [ab]{2} ">"')
+    os.close(writer)
+    lines = iter(["hello", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    given = ("--max-tokens", "40", "--no-trial", "--grammar-file", f"/dev/fd/{reader}")
+    assert main(["chat", str(artifact), *given]) == 0
+    os.close(reader)
+    assert re.fullmatch("<[ab]{2}>\n", capsys.readouterr().out)
 
 
 def test_verify_finds_a_changed_file(

@@ -49,12 +49,16 @@ def facts(
     own = {**BASE, **OWN.get(architecture, {})}
     if architecture in WITH_EXPERTS:
         own |= {"expert_count": 4, "expert_used_count": 2}
-    given = {key.replace("__", "."): value for key, value in keys.items()}
-    values = {f"{architecture}.{key}": one for key, one in {**own, **given}.items()}
+    own |= {key.replace("__", "."): value for key, value in keys.items()}
+    values = {f"{architecture}.{key}": one for key, one in own.items()}
     kept = {key: value for key, value in values.items() if value is not None}
     metadata = Metadata({"general.architecture": architecture, **kept}, Path("model.gguf"))
     found = numbers or {}
-    shapes = {"token_embd.weight": (100, 64), **dict.fromkeys((*tensors, *found), (1,))}
+    layers = [f"blk.{layer}.attn_norm.weight" for layer in range(own["block_count"])]
+    shapes = {"token_embd.weight": (100, 64)}
+    shapes |= dict.fromkeys((*layers, *tensors, *found), (1,))
+    if "expert_count" in own:
+        shapes["blk.1.ffn_gate_inp.weight"] = (own["expert_count"], 64)
     return Facts(metadata, shapes, found.get)
 
 
@@ -245,3 +249,21 @@ def test_no_embedding() -> None:
     found = facts("llama")
     with pytest.raises(CheckpointError, match=r"no embedding token_embd\.weight"):
         read_config(Facts(found.metadata, {}, found.numbers))
+
+
+@pytest.mark.parametrize("architecture", ["glm4moe", "qwen3moe"])
+def test_more_experts_than_there_are(architecture: str) -> None:
+    """A damaged count makes no plan for thousands of millions of them."""
+    found = facts(architecture)
+    damaged = {**found.metadata.all, f"{architecture}.expert_count": 2**32 - 1}
+    metadata = Metadata(damaged, Path("model.gguf"))
+    with pytest.raises(CheckpointError, match=r"expert_count is 4294967295, and .* \[4\] rows"):
+        read_config(Facts(metadata, found.shapes, found.numbers))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+@pytest.mark.parametrize("channels", [0, -4])
+def test_heads_of_no_channels(architecture: str, channels: int) -> None:
+    own = {"attention.key_length": channels, "rope.dimension_count": 8}
+    with pytest.raises(CheckpointError, match=f"heads have {channels} channels"):
+        read_config(facts(architecture, **own))

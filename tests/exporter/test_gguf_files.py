@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,28 @@ def test_a_damaged_file(name: str, tmp_path: Path) -> None:
         export_model(tmp_path / "model.gguf", tmp_path / "artifact")
 
 
+@pytest.mark.parametrize("kind", [8, 9])
+def test_little_is_read_of_a_file_whose_header_claims_much(kind: int, tmp_path: Path) -> None:
+    """A text, or numbers, of all that a large file holds, and of more."""
+    size = 2**32
+    for claimed, message in (
+        (size, "header claims more than 100000000 bytes"),
+        (2 * size, f"ends inside its header, at byte {size}"),
+    ):
+        value = struct.pack("<Q", claimed) if kind == 8 else struct.pack("<IQ", 0, claimed)
+        if claimed == size:
+            value = value[:-8] + struct.pack("<Q", size - 100)
+        with (tmp_path / "model.gguf").open("wb") as file:
+            file.write(header(key(b"k", kind, value)))
+            file.truncate(size)  # there are no bytes on the disk
+        tracemalloc.start()
+        with pytest.raises(CheckpointError, match=message):
+            GgufShard(tmp_path / "model.gguf")
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 2**24
+
+
 def test_any_prefix_of_a_file_is_refused(folder: Path, tmp_path: Path) -> None:
     data = ggufs.write(folder, tmp_path / "model.gguf").read_bytes()
     for size in [*range(0, 4000, 37), len(data) - 40]:
@@ -246,6 +269,12 @@ CONTRADICTIONS: Mapping[str, tuple[Extra, str]] = {
         "yarn_log_multiplier = 0.1",
     ),
     "too many layers": ({"llama.block_count": 3}, "lacks 9 of 30 tensors"),
+    "layers without end": (
+        {"llama.block_count": 2**32 - 1},
+        "llama.block_count is 4294967295, and there are 21 tensors in all",
+    ),
+    "a part of a number": ({"split.count": 2.5}, "split.count is '2.5', expected a whole number"),
+    "no number of a part": ({"split.no": "x"}, "split.no is 'x', expected a whole number"),
     "too few layers": ({"llama.block_count": 1}, "holds 9 tensor.s. that a llama model"),
     "another width": ({"llama.feed_forward_length": 64}, "do not have the shape"),
 }

@@ -420,6 +420,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "another kind": ({"model": "bert"}, "the tokenizer is 'bert'; read are 'gpt2' and 'llama'"),
     "an unknown cut": ({"pre": "superbpe"}, "says 'superbpe' how texts are cut .* known are dbrx"),
     "no cut": ({"pre": None}, "does not say how texts are cut into words"),
+    "a cut of no name": ({"pre": ["gpt-2"]}, r"pre is \[.gpt-2.\], and no name"),
     "the older default": ({"pre": "default"}, "says 'default' how texts are cut"),
     "an unknown key": ({"byte_encoder": "x"}, r"tokenizer\.ggml\.byte_encoder = x"),
     "spaces that go": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces = True"),

@@ -51,6 +51,17 @@ async def test_probes_of_a_server_that_failed(
     assert path == "/ping" or answer.json()["reason"] == "it broke"
 
 
+async def test_every_operation_has_an_id_of_its_own(
+    tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    """FastAPI warns of one that is there twice, and warnings are errors."""
+    paths = (await Client(FakeEngine(tokenizer), model_folder).get("/openapi.json")).json()["paths"]
+    ids = [one["operationId"] for path in paths.values() for one in path.values()]
+    assert len(ids) == len(set(ids))
+    for probe in PROBES:
+        assert set(paths[probe]) == {"get"}
+
+
 async def test_which_paths_need_a_key(tokenizer: Tokenizer, model_folder: Path) -> None:
     client = Client(FakeEngine(tokenizer), model_folder, AppOptions(api_keys=("secret",)))
     for path in (*PROBES, "/load", "/version", "/metrics"):

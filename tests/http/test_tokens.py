@@ -159,6 +159,7 @@ async def test_what_the_tokenizer_has(client: Client, engine: FakeEngine) -> Non
             {"messages": CHAT, "truncate_prompt_tokens": 5},
             "truncate_prompt_tokens",
         ),
+        ("/apply-template", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
         ("/apply-template", {"messages": CHAT, "reasoning_effort": "low"}, "reasoning_effort"),
         ("/apply-template", {"messages": [{"role": "none"}], "moood": 1}, None),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),

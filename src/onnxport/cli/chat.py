@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from onnxport.serving.reasoning import ReasoningFormat, Thought
     from onnxport.serving.request import Request
     from onnxport.serving.split import Split
+    from onnxport.serving.structured.spec import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.reasoning import reasoning_format
     from onnxport.serving.thought_budget import with_thought
 
-    _params(options, SamplingDefaults())  # what is wrong is told before a long export
+    form = structured_outputs(options)  # read once, for its file may be a pipe
+    _params(options, SamplingDefaults(), form)  # what is wrong is told before a long export
     text = template_text(options)
     artifact = find_artifact(options)
     Artifact.read(artifact)  # says what is wrong with a damaged one
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         )
     defaults = sampling_defaults(artifact, options)
     logger.info("unless options say otherwise, answers are sampled with %s", defaults)
-    params = _params(options, defaults)
+    params = _params(options, defaults, form)
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history and editing
     reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
@@ -114,11 +116,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _params(options: argparse.Namespace, defaults: SamplingDefaults) -> SamplingParams:
+def _params(
+    options: argparse.Namespace, defaults: SamplingDefaults, form: StructuredOutputs | None
+) -> SamplingParams:
     return replace(
         sampling_params(options, defaults),
         thinking_token_budget=options.thinking_token_budget,
-        structured_outputs=structured_outputs(options),
+        structured_outputs=form,
     )
 
 

@@ -37,7 +37,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(commands, "generate", "Complete prompts and print the text.", run)
     add_source(parser)
-    prompts = parser.add_argument("prompts", metavar="PROMPT", nargs="+", default=[])
+    parser.usage = "%(prog)s [OPTION ...] MODEL [PROMPT ...]"  # argparse would say PROMPT is needed
+    prompts = parser.add_argument(
+        "prompts",
+        metavar="PROMPT",
+        nargs="+",
+        default=[],
+        help="a text to complete; one is needed, here or with --file",
+    )
     prompts.required = False  # "*" would take none where options stand before them
     parser.add_argument(
         "-f",
