@@ -64,7 +64,7 @@ def _common(facts: Facts, model: str, **rope: bool) -> Values:
         "architectures": [model],
         "vocab_size": facts.vocab_size(),
         "hidden_size": hidden,
-        "intermediate_size": facts.count("feed_forward_length"),
+        "intermediate_size": meta.require("feed_forward_length", int),
         "num_hidden_layers": facts.num_layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": facts.count("attention.head_count_kv", heads),

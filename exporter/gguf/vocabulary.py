@@ -105,7 +105,7 @@ class Vocabulary:
             tokens = tuple(map(_as_in_texts, tokens, types))
         pre = own.get("pre")
         if not isinstance(pre, str | None):
-            raise CheckpointError(f"{path}: {PREFIX}pre is {str(pre)[:80]}, expected a name.")
+            raise CheckpointError(f"{path}: {PREFIX}pre is {str(pre)[:80]}, and no name.")
         adds_bos = own.get("add_bos_token")
         return cls(
             path,

@@ -251,16 +251,6 @@ def test_no_embedding() -> None:
         read_config(Facts(found.metadata, {}, found.numbers))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{"attention__key_length": 0, "attention__value_length": 0}, {"attention__head_count": 1000}],
-)
-def test_heads_of_no_channels(keys: dict[str, int]) -> None:
-    """Of an architecture a part of whose channels rotates."""
-    with pytest.raises(CheckpointError, match=r"attention\.key_length is 0, expected at least 1"):
-        read_config(facts("glm4moe", **keys))
-
-
 @pytest.mark.parametrize("architecture", ["glm4moe", "qwen3moe"])
 def test_more_experts_than_there_are(architecture: str) -> None:
     """A damaged count makes no plan for thousands of millions of them."""
@@ -269,3 +259,17 @@ def test_more_experts_than_there_are(architecture: str) -> None:
     metadata = Metadata(damaged, Path("model.gguf"))
     with pytest.raises(CheckpointError, match=r"expert_count is 4294967295, and .* \[4\] rows"):
         read_config(Facts(metadata, found.shapes, found.numbers))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "glm4moe"])
+@pytest.mark.parametrize("channels", [0, -4])
+def test_heads_of_no_channels(architecture: str, channels: int) -> None:
+    own = {"attention.key_length": channels, "rope.dimension_count": 8}
+    with pytest.raises(CheckpointError, match=rf"attention\.key_length is {channels}, expected"):
+        read_config(facts(architecture, **own))
+
+
+def test_more_heads_than_channels() -> None:
+    own = {"attention.head_count": 1000, "attention.key_length": None}
+    with pytest.raises(CheckpointError, match=r"attention\.key_length is 0, expected at least 1"):
+        read_config(facts("phi3", **own))
