@@ -838,6 +838,8 @@ def test_counters() -> None:
         ("typical_p", 0.9),
         ("top_n_sigma", 1.0),
         ("xtc_probability", 0.5),
+        ("dynatemp_range", 0.5),
+        ("mirostat", 2),
     ],
 )
 def test_nothing_is_drawn(name: str, value: Any) -> None:
