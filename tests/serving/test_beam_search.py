@@ -460,6 +460,30 @@ def test_a_higher_priority_makes_all_beams_yield() -> None:
     assert tokens([*begun, *deltas["urgent"]]) == alone([1, 2, 3])
 
 
+def test_others_yield_beside_beams_that_copy_blocks() -> None:
+    """What beams copy in each round is taken before a prompt of their priority starts."""
+    engine = null_engine(
+        num_blocks=42,
+        block_size=16,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )
+    submit(engine, "a", PROMPT[:20], beams(8, 30, ignore_eos=True))
+    for number in range(4):
+        long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        submit(engine, f"low{number}", [number] * 60, long, priority=5)
+    for number in range(8):
+        checked_step(engine)
+        request = engine.prepare(f"x{number}", [number] * 352, GREEDY)
+        engine.submit(request)
+        checked_step(engine)
+        assert request.running
+        engine.abort(request.request_id)
+    run(engine)
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_with_a_tier_in_host_memory(preemption: Any) -> None:
     engine = null_engine(num_blocks=17, kv_host_memory=1 << 20, preemption=preemption)
