@@ -849,6 +849,33 @@ def test_counters() -> None:
     assert all((one.last_token_time_s or 0.0) > (first or 0.0) for one in times)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_times_are_those_of_the_search_wherever_beams_part(
+    is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxport.serving import beam_candidates
+
+    candidates = beam_candidates._candidates
+
+    def parts_late(request: Request, *more: Any) -> Any:
+        return candidates(request, *more)[: 1 if request.num_output_tokens < 5 else None]
+
+    monkeypatch.setattr(beam_candidates, "_candidates", parts_late)
+    clock = Clock()
+    engine = null_engine(clock=clock)
+    submit(engine, "a", PROMPT, beams(3, 9, ignore_eos=True))
+    deltas = []
+    for _ in range(9 if is_whole else 8):
+        clock.now_s += 1.0
+        deltas += checked_step(engine)
+    if not is_whole:
+        deltas += engine.abort("a")
+    first = deltas[0].times
+    assert first is not None
+    assert [delta.times for delta in deltas] == [first] * 3
+    assert first[2] - first[1] == (8.0 if is_whole else 7.0)
+
+
 # Parameters.
 
 
