@@ -203,10 +203,12 @@ class BeamGroup:
         slots = {child: slot for slot, child in seats.items()}
         rules: list[SequenceRules | None] = []
         known: set[Beam] = set()
-        for child in children:  # what has read a parent's tokens can go on once
-            is_first = child.parent not in known
+        for child in children:
+            own = child.parent.slot.rules
+            if own is not None and child.parent in known:  # it goes on with another child
+                own = own.fork()
             known.add(child.parent)
-            rules.append(child.parent.slot.rules if is_first else self.beginning.rules())
+            rules.append(own)
         for child, own in zip(children, rules, strict=True):
             slot = slots[child]
             slot.tokens, slot.rules, slot.grammar = child.text.tokens, own, child.grammar
