@@ -801,6 +801,22 @@ def test_log_probabilities_are_those_of_each_text() -> None:
         assert delta.cumulative_logprob == pytest.approx(total, abs=1e-4)
 
 
+def test_ranks_of_candidates_take_no_sort_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    sort = np.sort
+
+    def noted(values: Any, *more: Any, **named: Any) -> Any:
+        sizes.append(len(values))
+        return sort(values, *more, **named)
+
+    engine = null_engine()
+    submit(engine, "a", PROMPT, beams(5, 6, logprobs=2, logprob_token_ids=(9, 10, 11)))
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "sort", noted)
+        run(engine)
+    assert sizes == [10] * (1 + 5 * 5)  # twice as many tokens as beams, for each beam and round
+
+
 @pytest.mark.parametrize(
     "mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 )
