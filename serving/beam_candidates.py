@@ -140,19 +140,11 @@ def _told(
     assert params.logprobs is not None
     of = values if mode in PROCESSED else logits
     [found] = logprobs(of[None], [int(of.argmax())], [params.logprobs], num_threads)
-    asked = params.logprob_token_ids or ()
-    found = with_named(found, of, tuple(dict.fromkeys((*asked, *token_ids))))
-    named = {one.token_id: one for one in found.named}
+    asked = params.logprob_token_ids
+    named = with_named(found, of, asked).named if asked else ()
     told = {}
-    for token_id in token_ids:
-        own = named[token_id]
-        row = RowLogprobs(
-            token_id,
-            own.logprob,
-            own.rank,
-            found.top_ids,
-            found.top_logprobs,
-            tuple(named[one] for one in asked),
-        )
-        told[token_id] = as_logits(row, of) if mode in LOGITS else row
+    # Ranks of likely tokens are found faster than those of any, hence by themselves.
+    for own in with_named(found, of, token_ids).named:
+        row = RowLogprobs(*own, found.top_ids, found.top_logprobs, named)
+        told[own.token_id] = as_logits(row, of) if mode in LOGITS else row
     return told

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from onnxport.kv.groups import CacheGroups
 from onnxport.kv.table import blocks_for
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.request import Request
@@ -157,15 +158,12 @@ class BeamGroup:
         """How long the beams are, prompt and output."""
         return len(self.behind[0].tokens if self.behind else self.live[0].slot.tokens)
 
-    def columns_behind(self, block_size: int) -> int:
-        """How many columns of blocks beams that have yielded take behind what they have in common.
-
-        Those of a window that are given up are counted, too.
-        """
-        if not self.behind:
-            return 0
+    def blocks_behind(self, groups: CacheGroups) -> int:
+        """How many blocks beams that have yielded hold at once behind what they have in common."""
+        block_size = groups.block_size
         common = len(self.slots[0].tokens) // block_size
-        return len(self.behind) * (blocks_for(self.num_tokens, block_size) - common)
+        own = blocks_for(self.num_tokens, block_size) - common
+        return len(self.behind) * groups.resident(own)
 
     def advance(self) -> list[Child]:
         """Take what was found in a round; returns the beams of the next one, the best first.
@@ -205,10 +203,12 @@ class BeamGroup:
         slots = {child: slot for slot, child in seats.items()}
         rules: list[SequenceRules | None] = []
         known: set[Beam] = set()
-        for child in children:  # what has read a parent's tokens can go on once
-            is_first = child.parent not in known
+        for child in children:
+            own = child.parent.slot.rules
+            if own is not None and child.parent in known:  # it goes on with another child
+                own = own.fork()
             known.add(child.parent)
-            rules.append(child.parent.slot.rules if is_first else self.beginning.rules())
+            rules.append(own)
         for child, own in zip(children, rules, strict=True):
             slot = slots[child]
             slot.tokens, slot.rules, slot.grammar = child.text.tokens, own, child.grammar

@@ -238,7 +238,7 @@ class Draft:
         needed = self.pending(request, shared)
         if request.beams is None or not request.beams.behind:
             return needed
-        more = request.beams.columns_behind(self._pool.block_size) * len(self._groups)
+        more = request.beams.blocks_behind(self._groups)
         most = self._pool.num_blocks - self.num_taken(shared)
         return max(needed, min(needed + more, most))
 

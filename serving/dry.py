@@ -100,16 +100,21 @@ class Repetitions:
             self._read(token_id)
         return self._with(tuple(assumed))._found() if assumed else self._found()
 
+    def fork(self) -> Repetitions:
+        """Return one that has read the same tokens, and goes on on its own."""
+        other = Repetitions(self._dry, self._num_prompt)
+        other._size = self._size
+        other._ids, other._breaks, other._lengths = (
+            np.concatenate((one[: self._size], np.zeros(ROOM, one.dtype)))
+            for one in (self._ids, self._breaks, self._lengths)
+        )
+        return other
+
     def _with(self, assumed: tuple[int, ...]) -> Repetitions:
         """Return what would be with more tokens; best asked for one more each time."""
         read, further = self._ahead or ((), None)
         if further is None or assumed[: len(read)] != read:
-            read, further = (), Repetitions(self._dry, self._num_prompt)
-            further._size = self._size
-            further._ids, further._breaks, further._lengths = (
-                np.concatenate((one[: self._size], np.zeros(ROOM, one.dtype)))
-                for one in (self._ids, self._breaks, self._lengths)
-            )
+            read, further = (), self.fork()
         for token_id in assumed[len(read) :]:
             further._read(token_id)
         self._ahead = (assumed, further)

@@ -1,7 +1,8 @@
 """Log probabilities of the tokens that a request names, whichever token is sampled.
 
 They are few, and only who names some pays for them: their logits are read, the sampled token's log
-probability tells what the softmax subtracts, and their ranks take two passes over the row each.
+probability tells what the softmax subtracts, and their ranks take two passes over the row each, or
+a sort of what is as likely as they are.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def _ranks(logits: Floats, ids: Ids, values: Floats) -> list[int]:
         values: their logits, float32 [num_tokens].
     """
     if len(ids) > FEW:
-        ascending = np.sort(logits)
-        before = len(logits) - np.searchsorted(ascending, values, "right")
-        equals = len(logits) - np.searchsorted(ascending, values, "left") - before
+        # Those below all of them do not count: where these are likely tokens few are left.
+        ascending = np.sort(logits[logits >= values.min()])
+        before = len(ascending) - np.searchsorted(ascending, values, "right")
+        equals = len(ascending) - np.searchsorted(ascending, values, "left") - before
         for place in np.flatnonzero(equals > 1):
             before[place] += np.count_nonzero(logits[: ids[place]] == values[place])
         found: list[int] = (before + 1).tolist()

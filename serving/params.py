@@ -287,6 +287,8 @@ class SamplingParams:
             "typical_p": self.typical_p < 1.0,
             "top_n_sigma": self.top_n_sigma > 0.0,
             "xtc_probability": self.xtc_probability > 0.0,
+            "dynatemp_range": self.dynatemp_range > 0.0,
+            "mirostat": self.mirostat != 0,
             "repetition_detection": detection is not None and detection.is_on,
         }
         if given := [name for name, is_given in chances.items() if is_given]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -59,6 +60,14 @@ class RecentCounts:
                 self._remove(tokens[number - self._last_n])
         self._num_read = len(tokens)
         return self._ids[: self._size], self._counts[: self._size]
+
+    def fork(self) -> RecentCounts:
+        """Return one that has read the same tokens, and goes on on its own."""
+        other = copy(self)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        other._places = self._places.copy()
+        other._note_addresses()
+        return other
 
     def with_more(self, assumed: Sequence[int]) -> tuple[Ids, Floats]:
         """Return what `read` would if these tokens came next, in memory of its own."""

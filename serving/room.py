@@ -94,6 +94,7 @@ class _Counts:
         "_block_size",
         "_claimed",
         "_column",
+        "_decoding",
         "_draft",
         "_hits",
         "_quantum",
@@ -119,7 +120,13 @@ class _Counts:
         self._column = len(pool.groups)
         self._running = deque(running)  # those of priorities that come later
         self._rows = 0  # that those in line take or keep
-        self._claimed = sum(draft.claim(one) + self._takes(one) for one in running)
+        # Running ones by request: sequences of one request copy blocks that they share.
+        self._decoding: dict[str, list[Request]] = {}
+        for one in running:
+            if one.decodes:
+                self._decoding.setdefault(one.request_id, []).append(one)
+        self._claimed = sum(draft.claim(one) for one in running)
+        self._claimed += sum(map(self._takes, self._decoding))
         self._tokens = 0  # that go to decoding and to prompts of higher priorities
         self._tenants: Counter[str] = Counter()  # tokens of each one's prompts of this priority
         self._quantum = quantum
@@ -186,9 +193,14 @@ class _Counts:
 
     def yields(self, request: Request) -> None:
         """Let a running request yield, and the beams beside it, which are next to it in rank."""
+        name, draft = request.request_id, self._draft
+        before = self._takes(name)
         for one in together(request):
-            self._claimed -= self._draft.claim(one) + self._takes(one)
-            self._draft.preempt(one)
+            self._claimed -= draft.claim(one)
+            draft.preempt(one)
+        decoding = self._decoding.get(name, ())
+        self._decoding[name] = [one for one in decoding if one not in draft.yielding]
+        self._claimed += self._takes(name) - before
 
     def _add(self, request: Request) -> None:
         """Count what a prompt of this priority has to compute."""
@@ -201,7 +213,6 @@ class _Counts:
         num_cached = len(self._draft.found[request]) * self._block_size
         return len(request.tokens) - request.num_computed_tokens - num_cached
 
-    def _takes(self, request: Request) -> int:
-        """How many blocks a running request takes now if it decodes: a column if its are full."""
-        is_full = request.num_computed_tokens == len(request.table) * self._block_size
-        return self._column if request.decodes and is_full else 0
+    def _takes(self, name: str) -> int:
+        """How many blocks the sequences of a request that decode take now, copies included."""
+        return self._draft.columns_for(self._decoding.get(name, ())) * self._column

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -138,6 +139,14 @@ class SequenceRules:
         self._budget = None if budget is None else SequenceBudget(budget, num_prompt_tokens)
         self._repetitions = None if rules.dry is None else Repetitions(rules.dry, num_prompt_tokens)
 
+    def fork(self) -> SequenceRules:
+        """Return one that has read the same tokens, and goes on on its own."""
+        other = copy(self)
+        other._counts = None if self._counts is None else self._counts.fork()
+        other._budget = None if self._budget is None else self._budget.fork()
+        other._repetitions = None if self._repetitions is None else self._repetitions.fork()
+        return other
+
     def edits(self, tokens: array[int], assumed: Sequence[int] = ()) -> RowEdits:
         """Return what changes in the logits of the next token.
 
@@ -238,7 +247,18 @@ class TokenCounts:
         self._counts = np.zeros(len(self._ids), np.float32)
         self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
         self._num_read = num_prompt_tokens
+        self._note_addresses()
+
+    def _note_addresses(self) -> None:
         self.addresses = (address_of(self._ids), address_of(self._counts))  # of what `read` returns
+
+    def fork(self) -> TokenCounts:
+        """Return one that has read the same tokens, and goes on on its own."""
+        other = copy(self)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        other._places = self._places.copy()
+        other._note_addresses()
+        return other
 
     def read(self, tokens: array[int]) -> tuple[Ids, Floats]:
         """Count what is new in `tokens`; return all known tokens and their counts.
@@ -251,7 +271,7 @@ class TokenCounts:
                 more = max(16, place)
                 self._ids = np.concatenate((self._ids, np.zeros(more, np.int64)))
                 self._counts = np.concatenate((self._counts, np.zeros(more, np.float32)))
-                self.addresses = (address_of(self._ids), address_of(self._counts))
+                self._note_addresses()
             self._ids[place] = token_id
             self._counts[place] += 1.0
         self._num_read = len(tokens)

@@ -168,13 +168,15 @@ class Sequences:
 
         Args:
             beams: of the search.
-            lasts: the last growth of each slot.
+            lasts: the last growth of each slot; all are told the times of the first one, for the
+                others have but begun where beams parted.
             now_s: the time.
         """
         reasons = [last.reason for last in lasts]
         self._scheduler.finish_beams(beams, [reason for reason in reasons if reason is not None])
         for slot, last in zip(beams.slots, lasts, strict=True):
             assert last.reason is not None
+            last.times = lasts[0].times
             if last.token_ids:
                 self._tally.generation_tokens += len(last.token_ids)
                 if slot.index:

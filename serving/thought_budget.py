@@ -112,6 +112,12 @@ class SequenceBudget:
                 return budget.in_characters[byte]
         return budget.closing.get(splitter.begun_close, budget.closing[""])
 
+    def fork(self) -> SequenceBudget:
+        """Return one that has read the same tokens, and goes on on its own."""
+        other = copy(self)
+        other._splitter = copy(self._splitter)
+        return other
+
     def _read(self, splitter: ReasoningSplitter, token_ids: Iterable[int]) -> int:
         """Take the next tokens; returns how many of them came while the thought was open."""
         num_thought = 0

@@ -113,8 +113,13 @@ class SuffixDrafter:
         return likeliest(source.following(match.ends, length), length, self._least)
 
     def forget(self, request: Request) -> None:
-        """See `Drafter.forget`; the answer of a request that has ended is kept, each time."""
+        """See `Drafter.forget`; the answer of a request that has ended is kept, each time.
+
+        Of a beam search only the best one is: the others are much the same.
+        """
         self._texts.pop(request, None)
+        if request.beams is not None and request.index:
+            return
         if self._answers is not None and request.finish_reason not in (None, "error"):
             self._answers.add(owner_key(request), request.tokens, request.num_prompt_tokens)
 

@@ -242,6 +242,8 @@ async def test_nothing_is_drawn_that_was_not_asked_for(client: Client, path: str
         ("typical_p", 0.5),
         ("top_n_sigma", 1.0),
         ("xtc_probability", 0.5),
+        ("dynatemp_range", 0.5),
+        ("mirostat", 2),
         ("repetition_detection", {"max_pattern_size": 4, "min_count": 3}),
     ],
 )

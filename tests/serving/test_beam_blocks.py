@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import pytest
+
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.prefix import KeyChain, root_key
+from onnxport.kv.table import NOTHING
 from onnxport.serving.beams import BeamGroup, Beginning, Candidate
 from onnxport.serving.draft import Draft, StepPlan
 from onnxport.serving.params import SamplingParams
@@ -19,8 +22,16 @@ BLOCK = 4
 class Beams:
     """A search of `width` beams, one of which is told what may follow each, in a pool."""
 
-    def __init__(self, num_blocks: int, width: int, num_prompt: int, *, caching: bool = True):
-        self.pool = BlockPool(num_blocks, BLOCK, (None,))
+    def __init__(
+        self,
+        num_blocks: int,
+        width: int,
+        num_prompt: int,
+        *,
+        caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+    ):
+        self.pool = BlockPool(num_blocks, BLOCK, windows)
         self.scheduler = Scheduler(self.pool, 8, 32)
         params = SamplingParams(n=width, use_beam_search=True)
         prompt = array("q", range(100, 100 + num_prompt))
@@ -124,7 +135,7 @@ def test_beams_need_room_for_what_they_were() -> None:
     beams.step([4, 5, 6], [], [])
     scheduler = beams.scheduler
     scheduler._preempt(beams.group.slots[0])
-    assert beams.group.columns_behind(BLOCK) == 3
+    assert beams.group.blocks_behind(beams.pool.groups) == 3
     other = Request("b", array("q", range(5)), SamplingParams(), max_total_tokens=20)
     scheduler.submit(other)
     plan = scheduler.plan([other])
@@ -137,3 +148,25 @@ def test_beams_need_room_for_what_they_were() -> None:
     while beams.group.behind:
         beams.step()
     assert len(beams.group.live) == 3
+
+
+@pytest.mark.parametrize(
+    ("windows", "needed"), [((None,), 1 + 3 * 6), ((8,), 1 + 3 * 3), ((None, 8), 2 + 3 * 9)]
+)
+def test_beams_need_room_for_what_windows_hold_of_them(
+    windows: tuple[int | None, ...], needed: int
+) -> None:
+    """And that is enough: nobody yields while they are computed again."""
+    beams = Beams(num_blocks=32, width=3, num_prompt=4, caching=False, windows=windows)
+    beams.step([1, 2, 3])
+    for _ in range(20):
+        beams.step([4], [5], [6])
+    first = beams.group.slots[0]
+    beams.scheduler._preempt(first)
+    draft = Draft(beams.pool, 32, 8)
+    assert draft.needed(first, NOTHING) == needed
+    most = 0
+    while beams.group.behind:
+        beams.step()
+        most = max(most, beams.pool.num_blocks - beams.pool.num_free)
+    assert most <= needed

@@ -460,6 +460,30 @@ def test_a_higher_priority_makes_all_beams_yield() -> None:
     assert tokens([*begun, *deltas["urgent"]]) == alone([1, 2, 3])
 
 
+def test_others_yield_beside_beams_that_copy_blocks() -> None:
+    """What beams copy in each round is taken before a prompt of their priority starts."""
+    engine = null_engine(
+        num_blocks=42,
+        block_size=16,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )
+    submit(engine, "a", PROMPT[:20], beams(8, 30, ignore_eos=True))
+    for number in range(4):
+        long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        submit(engine, f"low{number}", [number] * 60, long, priority=5)
+    for number in range(8):
+        checked_step(engine)
+        request = engine.prepare(f"x{number}", [number] * 352, GREEDY)
+        engine.submit(request)
+        checked_step(engine)
+        assert request.running
+        engine.abort(request.request_id)
+    run(engine)
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_with_a_tier_in_host_memory(preemption: Any) -> None:
     engine = null_engine(num_blocks=17, kv_host_memory=1 << 20, preemption=preemption)
@@ -777,6 +801,22 @@ def test_log_probabilities_are_those_of_each_text() -> None:
         assert delta.cumulative_logprob == pytest.approx(total, abs=1e-4)
 
 
+def test_ranks_of_candidates_take_no_sort_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    sort = np.sort
+
+    def noted(values: Any, *more: Any, **named: Any) -> Any:
+        sizes.append(len(values))
+        return sort(values, *more, **named)
+
+    engine = null_engine()
+    submit(engine, "a", PROMPT, beams(5, 6, logprobs=2, logprob_token_ids=(9, 10, 11)))
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "sort", noted)
+        run(engine)
+    assert sizes == [10] * (1 + 5 * 5)  # twice as many tokens as beams, for each beam and round
+
+
 @pytest.mark.parametrize(
     "mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 )
@@ -825,6 +865,33 @@ def test_counters() -> None:
     assert all((one.last_token_time_s or 0.0) > (first or 0.0) for one in times)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_times_are_those_of_the_search_wherever_beams_part(
+    is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxport.serving import beam_candidates
+
+    candidates = beam_candidates._candidates
+
+    def parts_late(request: Request, *more: Any) -> Any:
+        return candidates(request, *more)[: 1 if request.num_output_tokens < 5 else None]
+
+    monkeypatch.setattr(beam_candidates, "_candidates", parts_late)
+    clock = Clock()
+    engine = null_engine(clock=clock)
+    submit(engine, "a", PROMPT, beams(3, 9, ignore_eos=True))
+    deltas = []
+    for _ in range(9 if is_whole else 8):
+        clock.now_s += 1.0
+        deltas += checked_step(engine)
+    if not is_whole:
+        deltas += engine.abort("a")
+    first = deltas[0].times
+    assert first is not None
+    assert [delta.times for delta in deltas] == [first] * 3
+    assert first[2] - first[1] == (8.0 if is_whole else 7.0)
+
+
 # Parameters.
 
 
@@ -838,6 +905,8 @@ def test_counters() -> None:
         ("typical_p", 0.9),
         ("top_n_sigma", 1.0),
         ("xtc_probability", 0.5),
+        ("dynatemp_range", 0.5),
+        ("mirostat", 2),
     ],
 )
 def test_nothing_is_drawn(name: str, value: Any) -> None:

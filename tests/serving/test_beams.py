@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxport.serving.beams import (
@@ -22,6 +23,7 @@ from onnxport.serving.beams import (
 )
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
+from onnxport.serving.rules import SequenceRules, TokenCounts, logit_rules
 from onnxport.serving.sampled import RowLogprobs
 
 PROMPT = [7, 8]
@@ -178,6 +180,27 @@ def test_a_beam_takes_the_slot_of_its_parent_and_the_first_slot_is_always_taken(
     }
     beams.take(children, seats)
     assert [beam.slot.index for beam in beams.live] == [1, 2, 0]
+
+
+def test_what_a_parent_has_read_is_not_read_again() -> None:
+    beams = group(3, frequency_penalty=1.0)
+    first = beams.slots[0]
+    rules = logit_rules(first.params, (), 100, None)
+    assert rules is not None
+    first.rules = SequenceRules(rules, len(PROMPT))
+    read: list[tuple[int, ...]] = []
+    for pairs in ([(1, -1.0), (2, -2.0)],), ([(3, -1.0), (1, -1.5)], [(2, -1.0)]):
+        for beam in beams.live:
+            assert beam.slot.rules is not None
+            beam.slot.rules.edits(beam.slot.tokens)
+        advance(beams, *pairs)
+    for beam in beams.live:
+        assert beam.slot.rules is not None
+        assert isinstance(beam.slot.rules._counts, TokenCounts)
+        assert beam.slot.rules._counts._num_read == len(PROMPT) + 1
+        edits = beam.slot.rules.edits(beam.slot.tokens)
+        read.append(tuple(np.repeat(edits.seen, edits.counts.astype(int)).tolist()))
+    assert read == [(1, 3), (1, 1), (2, 2)]
 
 
 def test_a_single_child_moves_to_the_first_slot() -> None:

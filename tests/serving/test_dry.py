@@ -92,6 +92,25 @@ def test_penalties_are_those_of_plain_loops(
             )
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    begun=st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=80),
+    ends=st.lists(st.lists(st.sampled_from([0, 1, 2, 7]), max_size=20), min_size=2, max_size=3),
+    prompt=st.integers(1, 80),
+)
+def test_what_is_forked_goes_on_on_its_own(
+    begun: list[int], ends: list[list[int]], prompt: int
+) -> None:
+    dry = Breaking(0.8, 1.75, 1, -1)
+    first = Repetitions(dry, min(prompt, len(begun)))
+    told(first, begun, 1)
+    each = [first, *(first.fork() for _ in ends[1:])]
+    for size in range(max(map(len, ends)) + 1):
+        for one, end in zip(each, ends, strict=True):
+            sequence = [*begun, *end[:size]]
+            assert told(one, sequence) == pytest.approx(slowly(dry, sequence))
+
+
 def test_longest_repetitions() -> None:
     dry = Dry(1.0, 1.01, 2, -1)
     sequence = [3] * (2 * LONGEST)

@@ -71,6 +71,27 @@ def test_the_newest_of_the_lowest_yield_for_blocks_and_no_more_than_needed() -> 
     assert names(list(bench.scheduler.requests())) == ["high", "a", "b", "c"]
 
 
+def test_copies_of_shared_blocks_leave_less_room() -> None:
+    bench = Bench(num_blocks=10, policy="priority")
+    bench.submit("n", 6, n=4, priority=0)  # of its two blocks the last one is copied three times
+    bench.submit("low", 7, priority=1)
+    bench.step()
+    bench.submit("high", 16, priority=0)  # four of six blocks that are free now
+    plan = bench.step()
+    assert names(plan.preempted) == ["low"]
+    assert rows(plan) == [("n", 6, 1), ("n1", 6, 1), ("n2", 6, 1), ("n3", 6, 1), ("high", 0, 12)]
+
+
+def test_who_yields_copies_nothing() -> None:
+    bench = Bench(num_blocks=6, policy="priority")
+    bench.submit("n", 6, n=4, priority=1)
+    bench.step()
+    bench.submit("high", 12, priority=0)
+    plan = bench.step()
+    assert names(plan.preempted) == ["n3", "n2"]
+    assert (len(plan.copied), rows(plan)[-1]) == (1, ("high", 0, 12))
+
+
 def test_nobody_yields_where_it_does_not_help() -> None:
     bench = Bench(num_blocks=6, budget=32, policy="priority")
     bench.submit("first", 15, priority=0)  # four of six blocks

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning
-from onnxport.serving.edits import RowEdits, edited
+from onnxport.serving.edits import RowEdits, address_of, edited
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import SequenceRules, logit_rules
@@ -154,6 +154,37 @@ def test_counting_token_by_token_is_counting_at_once(
     ahead.tokens.extend(draft)
     with edited(logits, [(0, row_params(Position(ahead)).edits or RowEdits())]) as values:
         assert (found[0] == values).all()  # the draft left no trace
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(mix=mixes, prompt=outputs, begun=outputs, ends=st.tuples(outputs, outputs))
+def test_what_is_forked_goes_on_on_its_own(
+    mix: dict[str, Any],
+    prompt: list[int],
+    begun: list[int],
+    ends: tuple[list[int], list[int]],
+) -> None:
+    params = valid(mix)
+    if params is None:
+        return
+    one = make_request(params, [0, *prompt], begun)
+    row_params(Position(one))
+    other = make_request(params, [0, *prompt], begun)
+    other.rules = None if one.rules is None else one.rules.fork()
+    logits = random_logits(3)
+    for size in range(max(map(len, ends)) + 1):
+        for request, end in zip((one, other), ends, strict=True):
+            output = [*begun, *end[:size]]
+            request.tokens = array("q", [0, *prompt, *output])
+            edits = row_params(Position(request)).edits or RowEdits()
+            fresh = row_params(Position(make_request(params, [0, *prompt], output))).edits
+            with edited(logits, [(0, edits)]) as values:
+                found = values.copy()
+            with edited(logits, [(0, fresh or RowEdits())]) as values:
+                assert (found == values).all()
+            if edits.addresses is not None and params.repeat_last_n != 0 and len(edits.seen):
+                at = edits.addresses
+                assert (at.seen, at.counts) == (address_of(edits.seen), address_of(edits.counts))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,20 @@ def test_the_policy_guesses_it_too() -> None:
     assert steps < 40
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_of_a_beam_search_one_answer_is_kept(is_whole: bool) -> None:
+    chosen = drafter()
+    engine = null_engine(speculator=eager(chosen))
+    submit(engine, "a", PROMPT, replace(LONG, max_tokens=20, n=8, use_beam_search=True))
+    for _ in range(20 if is_whole else 15):
+        checked_step(engine)
+    assert engine.has_work != is_whole
+    engine.abort("a")
+    answers = chosen.answers
+    assert answers is not None
+    assert (len(answers), answers.num_tokens) == (1, len(PROMPT) + (20 if is_whole else 15))
+
+
 def test_an_end_is_guessed_as_any_token() -> None:
     whole = alone(PROMPT, LONG)
     stopped = replace(LONG, stop_token_ids=(whole[30],))

@@ -272,6 +272,11 @@ def test_what_is_forced_depends_on_the_tokens_alone(
     for count in range(split, len(output) + 1):
         assert forced(ahead, output[split:count]) == wanted[count]
     assert forced(ahead) == wanted[split]  # what was assumed left no trace
+    fork = request(params(most, thought), output[:split])
+    fork.rules = ahead.rules.fork() if ahead.rules is not None else None
+    fork.tokens.extend(output[split:])
+    assert forced(fork) == wanted[-1]
+    assert forced(ahead) == wanted[split]  # nor what a fork reads
     if wanted[-1] is not None:
         one = request(params(most, thought), output)
         splitting = ReasoningSplitter(thought)
