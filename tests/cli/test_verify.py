@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from onnxport.cache_rows import row_bytes
 from onnxport.cli import build_parser, main
 from onnxport.cli.verify import command_line
 from onnxport.cli.verify_table import lines
@@ -117,17 +118,19 @@ def test_what_each_type_of_cache_costs(artifact: Path, capsys: pytest.CaptureFix
     found = {one["dtype"]: one for one in cpu["caches"]}
     if found["int8"]["reason"]:
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
-    assert list(found) == ["float32", "float16", "bfloat16", "int8"]
+    assert list(found) == ["float32", "float16", "bfloat16", "int8", "int4"]
     form = cpu["modes"][0]["capabilities"]["kv_format"]
     rows = 2 * form["num_layers"] * form["num_kv_heads"]
     assert [one["bytes_per_token"] for one in found.values()] == [
         rows * form["head_size"] * 4,
         rows * form["head_size"] * 2,
         rows * form["head_size"] * 2,
-        rows * (form["head_size"] + 4),
+        rows * row_bytes("int8", form["head_size"]),
+        rows * row_bytes("int4", form["head_size"]),
     ]
     errors = [one["error"]["max_diff"] for one in found.values()]
     assert 0 == errors[0] < errors[1] < errors[2] < errors[3] < 0.6
+    assert errors[3] < errors[4]
     assert main([*arguments, "--no-caches", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["providers"][0]["caches"] == []
