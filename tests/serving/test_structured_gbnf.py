@@ -42,6 +42,8 @@ num   ::= [0-9]+ ws
 ws    ::= [ \t\n]*
 """
 
+RECURSIVE = 'nested ::= "<" nested? ">"'  # which makes a grammar rules, and no terminal
+
 
 @pytest.mark.parametrize(
     ("grammar", "right", "wrong"),
@@ -74,14 +76,24 @@ ws    ::= [ \t\n]*
         ('root ::= "a" {2,3} [b] {2}', ["aabb", "aaabb"], ["abb", "aab"]),
         ("root ::= [あ-ん]+", ["かき"], ["カ"]),
         ('root ::= "a" | root "b"', ["abb"], ["b"]),
+        ('root ::= "a" "b"{0} ("c" "d"){0,0} "e"{1,1}', ["ae"], ["abe", "acde", "aee"]),
+        ('root ::= "a\tb\x01\x7f" [\t\n]', ["a\tb\x01\x7f\t", "a\tb\x01\x7f\n"], ["ab"]),
+        ("root ::= [+--]+", ["+", ",", "-"], ["*", "."]),
+        ("root ::= [%--]+", ["%&+,-"], ["$", "."]),
+        ("root ::= [--9]+", ["-./09"], [",", ":"]),
+        ("root ::= [!--a-c-]+", ["!,-abc"], ["d", ".", "^"]),
+        (r"root ::= [a\x2dc]+", ["a-c"], ["b"]),
+        ("root ::= [^+--]", ["*", "."], ["+", ",", "-"]),
+        ("root ::= [x^]", ["^"], ["y"]),
     ],
 )
 def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: list[str]) -> None:
-    form = compiled(StructuredOutputs(grammar=grammar))
-    for text in right:
-        assert accepts(form, text), text
-    for text in wrong:
-        assert not accepts(form, text), text
+    rules = grammar.replace("root ::= ", "root ::= nested | ", 1) + f"\n{RECURSIVE}"
+    for form in (compiled(StructuredOutputs(grammar=each)) for each in (grammar, rules)):
+        for text in right:
+            assert accepts(form, text), text
+        for text in wrong:
+            assert not accepts(form, text), text
 
 
 @pytest.mark.parametrize(
@@ -92,7 +104,12 @@ def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: 
         ("root ::= (", "Expected"),
         ('root ::= "a', "Unexpected end"),
         (r'root ::= "\q"', "escape"),
-        (r'root ::= "\uD800"', "cannot be compiled"),
+        (r'root ::= "\uD800"', "no character"),
+        ("root ::= [^a--b]", "ends before it begins"),
+        ("root ::= [z-a]", "ends before it begins"),
+        ("root ::= []", "is empty"),
+        ("root ::= [^]", "is empty"),
+        ('root ::= "a"{3,2}', "whose end is less"),
         ("root ::= <[1000]>", "Expected"),
         ("root ::= " + "(" * 5000, "recursion"),
     ],
@@ -101,6 +118,45 @@ def test_what_is_no_grammar_is_refused(grammar: str, told: str) -> None:
     with pytest.raises(RequestError, match=told) as error:
         compiled(StructuredOutputs(grammar=grammar, param="grammar"))
     assert error.value.param == "grammar"
+
+
+@pytest.mark.parametrize("rest", ["", f"\n{RECURSIVE}"], ids=["plain", "recursive"])
+@pytest.mark.parametrize("depth", [8, 9, 15, 25, 60])
+def test_groups_in_groups(depth: int, rest: str) -> None:
+    """The library's limit is less; llama.cpp writes a number of 16 digits with 15 groups."""
+    digits = "[0-9]" + " ([0-9]" * depth + ")?" * depth
+    number = "number" + (" | nested" if rest else "")
+    grammar = f"root ::= {number}\nnumber ::= [0-9] | [1-9] ({digits})?{rest}"
+    form = compiled(StructuredOutputs(grammar=grammar))
+    for length, right in ((1, True), (9, True), (depth + 2, True), (depth + 3, False)):
+        assert accepts(form, "7" * length) == (right or length == 9 < depth), length
+
+
+def words(number: int) -> str:
+    return " | ".join(f'"w{one:07}"' for one in range(number))
+
+
+def test_long_lists_of_words() -> None:
+    form = compiled(StructuredOutputs(grammar=f"root ::= {words(10_000)}"))
+    assert accepts(form, "w0009999")
+    assert not accepts(form, "w0010000")
+    listed = compiled(StructuredOutputs(grammar=f"root ::= nested | {words(5000)}\n{RECURSIVE}"))
+    assert accepts(listed, "w0004999")
+    assert accepts(listed, "<<>>")
+
+
+def test_lists_of_words_that_are_too_long() -> None:
+    for number in (5600, 10_000):
+        grammar = f"root ::= nested | {words(number)}\n{RECURSIVE}"
+        with pytest.raises(RequestError, match="at most 50000 are supported"):
+            compiled(StructuredOutputs(grammar=grammar))
+
+
+def test_rules_that_stand_in_others_twice_are_no_terminal() -> None:
+    """It would have a billion characters."""
+    rules = "\n".join(f"r{one} ::= r{one + 1} r{one + 1}?" for one in range(30))
+    form = compiled(StructuredOutputs(grammar=f'root ::= r0\n{rules}\nr30 ::= "x"'))
+    assert accepts(form, "xxx")
 
 
 def parts(depth: int) -> st.SearchStrategy[Part]:
