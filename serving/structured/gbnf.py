@@ -23,7 +23,7 @@ from llguidance.gbnf_to_lark import (
     SequenceNode,
 )
 
-from onnxport.serving.structured.repeats import Rules, expanded
+from onnxport.serving.structured.repeats import Rules, expanded, without_nested
 
 _ESCAPE = re.compile(
     r"\\(?:u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8})|x(?P<two>[0-9a-fA-F]{2})|.)",
@@ -61,7 +61,7 @@ def lark_of(text: str, *, is_whole: bool = False) -> str:
     rules: Rules = {name: _tidied(rule.alternatives, parsed) for name, rule in parsed.items()}
     if is_whole and (reached := expanded(rules, "root", MOST_IN_TERMINAL)) is not None:
         return _Writer({name: rules[name] for name in reached}, is_terminal=True).written()
-    return _Writer(rules, is_terminal=False).written()
+    return _Writer(without_nested(rules), is_terminal=False).written()
 
 
 def _tidied(node: ASTNode, names: Mapping[str, object]) -> ASTNode:

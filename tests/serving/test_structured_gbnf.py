@@ -230,6 +230,11 @@ def test_the_texts_are_those_of_the_rules(rules: dict[str, Part]) -> None:
     texts = ["".join(one) for size in range(5) for one in product("xy", repeat=size)]
     right = [text for text in texts if is_of(rules, text)]
     grammar = "\n".join(f"{name} ::= {written(part)}" for name, part in rules.items())
+    check(grammar, texts, right)
+    check(grammar.replace("root ::= ", "root ::= nested | ", 1) + f"\n{RECURSIVE}", texts, right)
+
+
+def check(grammar: str, texts: list[str], right: list[str]) -> None:
     try:
         form = compiled(StructuredOutputs(grammar=grammar))
     except RequestError as error:
