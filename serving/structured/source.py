@@ -264,7 +264,7 @@ def _lark(text: str, param: str, *, is_whole: bool = False) -> str:
     Raises:
         RequestError: it asks for what would be ignored.
     """
-    if "::=" in text and not _IN_LARK.search(text):
+    if is_gbnf(text):
         if (number := text.count("::=")) > MOST_RULES:
             raise RequestError(
                 f"the grammar has {number} rules in GBNF, at most {MOST_RULES} are supported; "
@@ -287,6 +287,11 @@ def _lark(text: str, param: str, *, is_whole: bool = False) -> str:
             param,
         )
     return _with_checked_schemas(text, param)
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is one of llama.cpp's."""
+    return "::=" in text and not _IN_LARK.search(text)
 
 
 def _refuse_options(grammar: str, param: str) -> None:

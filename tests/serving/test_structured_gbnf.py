@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,8 +15,9 @@ from hypothesis import strategies as st
 
 from onnxport.errors import RequestError
 from onnxport.serving.grammar import GrammarError
+from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
-from tests.serving.structured import accepts, compiled
+from tests.serving.structured import LIMITS, accepts, compiled, tokenizer, vocabulary
 from tests.tiers import examples
 
 # A part is a text, a list of alternatives, each a list of parts, a name, or a part with counts.
@@ -157,6 +161,43 @@ def test_rules_that_stand_in_others_twice_are_no_terminal() -> None:
     rules = "\n".join(f"r{one} ::= r{one + 1} r{one + 1}?" for one in range(30))
     form = compiled(StructuredOutputs(grammar=f'root ::= r0\n{rules}\nr30 ::= "x"'))
     assert accepts(form, "xxx")
+
+
+PARAGRAPHS = "some text, and more of it\nin lines\n" * 40
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= nested | para+\npara ::= [^#<>]+ "\\n"?',
+        'root ::= nested | line*\nline ::= [^\\n<>]* "\\n"?',
+        "root ::= nested | (w)*\nw ::= [a-z ,\\n]+",
+        "root ::= nested | (w*)*\nw ::= ([a-z ,\\n]+)+",
+        'root ::= nested | line*\nline ::= word+ "\\n"?\nword ::= [a-z, ]+ ("," | " ")?',
+        'root ::= nested | ([a-z, \\n]* "\\n")+',
+        "root ::= nested | ([a-z] [a-z, \\n]*)+",
+        "root ::= nested | ([a-z, \\n]+){2,}",
+        "root ::= nested | (([a-z, ]+ | [^,<>]+) [ ]?)+",
+    ],
+)
+def test_repetitions_in_repetitions(grammar: str) -> None:
+    """A position has as many items after many tokens as after few."""
+    limits = replace(LIMITS, max_gbnf_row_items=60)
+    spec = StructuredOutputs(grammar=f"{grammar}\n{RECURSIVE}")
+    assert accepts(compile_grammar(spec, vocabulary(), limits), PARAGRAPHS)
+
+
+def test_what_grows_without_end_ends_soon() -> None:
+    """Each character may be the end of one word and the beginning of another."""
+    spec = StructuredOutputs(grammar=f"root ::= nested | (w w)*\nw ::= [^<>]+\n{RECURSIVE}")
+    sequence = compiled(spec).sequence(0)
+    tokens = tokenizer().encode(PARAGRAPHS, add_special_tokens=False)
+    with pytest.raises(GrammarError, match="items"):
+        deque((sequence.masks(array("q", tokens[:end])) for end in range(len(tokens))), maxlen=0)
+    short = PARAGRAPHS[:100]
+    assert accepts(compiled(spec), short)
+    whole = StructuredOutputs(grammar="root ::= (w w)*\nw ::= [^<>]+")  # one terminal
+    assert accepts(compiled(whole), PARAGRAPHS)
 
 
 def parts(depth: int) -> st.SearchStrategy[Part]:
