@@ -20,6 +20,8 @@ from llguidance.gbnf_to_lark import (
 
 Rules = dict[str, ASTNode]
 MOST_LOOKS = 200_000  # at parts of a grammar; what is not looked at stays as it is
+MOST_NESTED = 300  # parts in parts of a terminal, which take the compiler's stack
+MOST_DEEP = 50  # rules in rules that a repetition is looked for in
 MOST_PASSES = 20  # over all rules, to learn which may be empty
 
 
@@ -32,11 +34,13 @@ def expanded(rules: Rules, root: str, most: int) -> list[str] | None:
         most: characters that it may have, each rule as often as it stands in others, with counts.
     """
     sizes: dict[str, int] = {}
+    depths: dict[str, int] = {}
     for name in _inner_first(rules, root):
         if name is None:
             return None
         sizes[name] = _size(rules[name], sizes)
-        if sizes[name] > most:
+        depths[name] = _depth(rules[name], depths)
+        if sizes[name] > most or depths[name] > MOST_NESTED:
             return None
     return list(sizes)
 
@@ -84,6 +88,12 @@ def _size(node: ASTNode, sizes: dict[str, int]) -> int:
         case RepetitionNode():
             return _size(node.node, sizes) * max(1, node.max_times or node.min_times)
     return 1 + sum(_size(one, sizes) for one in node.children())
+
+
+def _depth(node: ASTNode, depths: dict[str, int]) -> int:
+    if isinstance(node, RuleRefNode):
+        return depths[node.name]
+    return 1 + max((_depth(one, depths) for one in node.children()), default=0)
 
 
 def without_nested(rules: Rules) -> Rules:
@@ -165,7 +175,7 @@ class _Repeats:
                 return units, may_be_empty or node.min_times == 0
             case AlternativeNode():
                 return _all(self._units(one, within) for one in node.alternatives)
-            case RuleRefNode() if node.name not in within:
+            case RuleRefNode() if node.name not in within and len(within) < MOST_DEEP:
                 rule = self.rules[node.name]
                 found = self._units(rule, within | {node.name})
                 return ([node], False) if found == ([rule], False) else found
@@ -191,7 +201,8 @@ class _Repeats:
             return None
         [place] = needed
         part = row.nodes[place]
-        if isinstance(part, RuleRefNode) and part.name not in within:
+        is_shallow = len(within) < MOST_DEEP
+        if isinstance(part, RuleRefNode) and is_shallow and part.name not in within:
             within |= {part.name}
             part = self.rules[part.name]
         new = _once(part)

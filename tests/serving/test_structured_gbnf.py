@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -161,6 +162,19 @@ def test_rules_that_stand_in_others_twice_are_no_terminal() -> None:
     rules = "\n".join(f"r{one} ::= r{one + 1} r{one + 1}?" for one in range(30))
     form = compiled(StructuredOutputs(grammar=f'root ::= r0\n{rules}\nr30 ::= "x"'))
     assert accepts(form, "xxx")
+
+
+@pytest.mark.parametrize("end", ['"x"', '"x" | r0'], ids=["plain", "recursive"])
+@pytest.mark.parametrize("rule", ['("a" ({0} | [b])?)+', "{0}* {0}* {0}*"])
+def test_long_chains_of_rules(rule: str, end: str) -> None:
+    """As one terminal these would take more than the compiler's stack, which ends the process."""
+    rules = (f"r{one} ::= {rule.format(f'r{one + 1}')}\n" for one in range(1000))
+    grammar = f"root ::= r0*\n{''.join(rules)}r1000 ::= {end}"
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            threads.submit(compiled, StructuredOutputs(grammar=grammar)).result()
+        except RequestError as error:
+            assert "too" in str(error)  # noqa: PT017
 
 
 PARAGRAPHS = "some text, and more of it\nin lines\n" * 40
