@@ -23,7 +23,7 @@ from llguidance.gbnf_to_lark import (
     SequenceNode,
 )
 
-from onnxport.serving.structured.repeats import Rules, expanded, without_nested
+from onnxport.serving.structured.repeats import Rules, expanded, own_depth, without_nested
 
 _ESCAPE = re.compile(
     r"\\(?:u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8})|x(?P<two>[0-9a-fA-F]{2})|.)",
@@ -38,6 +38,7 @@ MOST_NESTED = (
     8  # groups of one rule; deeper ones get rules of their own, as the library has a limit
 )
 MOST_IN_TERMINAL = 100_000  # characters of a terminal, each as often as it may be told apart
+MOST_LEVELS = 5000  # of all rules, which take the compiler's stack if each stands in the next one
 MOST_PARTS = 50_000  # of rules, which the compiler numbers with 16 bits, and some of its own
 
 
@@ -61,6 +62,11 @@ def lark_of(text: str, *, is_whole: bool = False) -> str:
     rules: Rules = {name: _tidied(rule.alternatives, parsed) for name, rule in parsed.items()}
     if is_whole and (reached := expanded(rules, "root", MOST_IN_TERMINAL)) is not None:
         return _Writer({name: rules[name] for name in reached}, is_terminal=True).written()
+    if (levels := sum(map(own_depth, rules.values()))) > MOST_LEVELS:
+        raise TooLargeError(
+            f"has rules in GBNF that stand in each other up to {levels} parts deep, at most "
+            f"{MOST_LEVELS} are supported; make it smaller, or write it in Lark's syntax"
+        )
     return _Writer(without_nested(rules), is_terminal=False).written()
 
 

@@ -90,6 +90,11 @@ def _size(node: ASTNode, sizes: dict[str, int]) -> int:
     return 1 + sum(_size(one, sizes) for one in node.children())
 
 
+def own_depth(node: ASTNode) -> int:
+    """Return how deep the parts of a rule stand in each other, others that it names left out."""
+    return 1 + max(map(own_depth, node.children()), default=0)
+
+
 def _depth(node: ASTNode, depths: dict[str, int]) -> int:
     if isinstance(node, RuleRefNode):
         return depths[node.name]
@@ -115,6 +120,8 @@ class _Repeats:
     def __init__(self, rules: Rules) -> None:
         self.rules = dict(rules)
         self._left = MOST_LOOKS
+        # A rule is not written into itself.
+        self._plain = {name for name in rules if expanded(rules, name, MOST_LOOKS) is not None}
         self._empty: set[str] = set()  # rules that may be empty, as far as that is known
         for number in range(MOST_PASSES):
             names = list(rules) if number % 2 else list(reversed(rules))
@@ -175,7 +182,7 @@ class _Repeats:
                 return units, may_be_empty or node.min_times == 0
             case AlternativeNode():
                 return _all(self._units(one, within) for one in node.alternatives)
-            case RuleRefNode() if node.name not in within and len(within) < MOST_DEEP:
+            case RuleRefNode() if node.name in self._plain and len(within) < MOST_DEEP:
                 rule = self.rules[node.name]
                 found = self._units(rule, within | {node.name})
                 return ([node], False) if found == ([rule], False) else found
@@ -202,7 +209,7 @@ class _Repeats:
         [place] = needed
         part = row.nodes[place]
         is_shallow = len(within) < MOST_DEEP
-        if isinstance(part, RuleRefNode) and is_shallow and part.name not in within:
+        if isinstance(part, RuleRefNode) and is_shallow and part.name in self._plain:
             within |= {part.name}
             part = self.rules[part.name]
         new = _once(part)

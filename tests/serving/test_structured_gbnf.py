@@ -168,13 +168,19 @@ def test_rules_that_stand_in_others_twice_are_no_terminal() -> None:
 @pytest.mark.parametrize("rule", ['("a" ({0} | [b])?)+', "{0}* {0}* {0}*"])
 def test_long_chains_of_rules(rule: str, end: str) -> None:
     """As one terminal these would take more than the compiler's stack, which ends the process."""
-    rules = (f"r{one} ::= {rule.format(f'r{one + 1}')}\n" for one in range(1000))
-    grammar = f"root ::= r0*\n{''.join(rules)}r1000 ::= {end}"
+    rules = (f"r{one} ::= {rule.format(f'r{one + 1}')}\n" for one in range(800))
+    grammar = f"root ::= r0*\n{''.join(rules)}r800 ::= {end}"
     with ThreadPoolExecutor(1) as threads:
         try:
             threads.submit(compiled, StructuredOutputs(grammar=grammar)).result()
         except RequestError as error:
             assert "too" in str(error)  # noqa: PT017
+
+
+def test_rules_that_could_take_all_of_the_stack() -> None:
+    rules = "".join(f'r{one} ::= ("a" (r{one + 1} | [b])?)+\n' for one in range(1990))
+    with pytest.raises(RequestError, match="parts deep, at most 5000 are supported"):
+        compiled(StructuredOutputs(grammar=f'root ::= r0\n{rules}r1990 ::= "x"'))
 
 
 PARAGRAPHS = "some text, and more of it\nin lines\n" * 40
