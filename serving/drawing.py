@@ -188,7 +188,7 @@ def _runs(rows: Sequence[int], longest: int) -> Iterator[tuple[int, slice]]:
 
 def _weights(logits: Floats, rows: Sequence[RowParams], out: Floats) -> Floats:
     """Return exp((logits - maximum) / temperature), float32 [num_rows, vocab], a part of `out`."""
-    scale = np.array([1.0 / row.temperature for row in rows], np.float32)
+    scale = np.array([per_unit(row.temperature) for row in rows], np.float32)
     weights = out[: len(rows)]
     np.subtract(logits, logits.max(axis=1, keepdims=True), out=weights)
     np.multiply(weights, scale[:, None], out=weights)
@@ -256,7 +256,8 @@ def thinned(logits: Floats, row: RowParams) -> tuple[Ids, NDArray[np.float64]]:
         floor = max(floor, float(finite.max()) - deviations * float(finite.std()))
     size = min(row.top_k or len(logits), int(np.count_nonzero(logits >= np.float32(floor))))
     [values], [ids] = top_m(logits[None], size)
-    exponents = (values.astype(np.float64) - float(values[0])) / row.temperature
+    scale = max(row.temperature, LEAST_TEMPERATURE)
+    exponents = (values.astype(np.float64) - float(values[0])) / scale
     weights = np.exp(exponents)
     if typical_p < 1.0:
         kept = _typical(weights, exponents, typical_p)
@@ -386,7 +387,7 @@ def _draw_among(
     """
     values, ids = likeliest
     limit = values.shape[1]
-    scale = np.array([1.0 / row.temperature for row in rows])
+    scale = np.array([per_unit(row.temperature) for row in rows])
     weights = np.exp((values - values[:, :1]) * scale[:, None])  # float64 [rows, limit]
     top_k = np.array([limit if row.top_k is None else row.top_k for row in rows])
     passed = values >= _floors(values[:, 0], rows)[:, None]

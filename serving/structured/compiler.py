@@ -65,6 +65,8 @@ class CompileLimits:
         max_lexer_states: states of the automaton of one sequence, 1 to 2 kB each.
         max_step_items: parser's items of one mask.
         max_row_items: parser's items of one position, some four an optional property.
+        max_gbnf_row_items: those of a grammar in GBNF, which characters and rules that go on at
+            their end make more and more; a long one may have one for each four of its characters.
     """
 
     timeout_s: float = 10.0
@@ -77,6 +79,7 @@ class CompileLimits:
     max_lexer_states: int = 50_000
     max_step_items: int = 50_000
     max_row_items: int = 50_000
+    max_gbnf_row_items: int = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def compile_grammar(
         RequestError: it is not valid, too large, or nothing fits it.
         TooLateError: it takes too long.
     """
-    from onnxport.serving.structured.source import grammar_of
+    from onnxport.serving.structured.source import grammar_of, is_gbnf
 
     name, param = NAMES[spec.kind], spec.where
     # What is wrong with a form is not known before the reasoning ends, so it is looked at alone;
@@ -130,7 +133,11 @@ def compile_grammar(
         alone = [compile_grammar(each, vocabulary, limits) for each in forms]
     elif spec.kind == "structural_tag":
         _check_contents(spec, vocabulary, limits)
-    matcher = _matcher(grammar_of(spec, vocabulary.texts), name, param, vocabulary, limits)
+    grammar = grammar_of(spec, vocabulary.texts)
+    if spec.kind == "grammar" and is_gbnf(spec.text):
+        most = max(limits.max_gbnf_row_items, len(grammar) // 4)
+        limits = replace(limits, max_row_items=min(limits.max_row_items, most))
+    matcher = _matcher(grammar, name, param, vocabulary, limits)
     kept = None
     if masks is not None and (places := _places_of(spec, vocabulary)):
         kept = MaskMemory(places, vocabulary.tokens, masks)

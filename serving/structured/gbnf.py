@@ -1,7 +1,8 @@
 """llama.cpp's grammars, GBNF, in Lark's syntax as llguidance compiles it.
 
 The library's own translation makes of rules without recursion terminals, which take as many
-characters as they can: of `word "x"` with `word ::= [a-z]+` no text could end. Here every rule
+characters as they can: of `word "x"` with `word ::= [a-z]+` no text could end. Here a grammar
+without recursion is one terminal as a whole, where nothing follows it; of any other every rule
 stays a rule, and single characters are what is told apart, so that the texts are those of
 llama.cpp. The library reads the grammar.
 """
@@ -22,67 +23,200 @@ from llguidance.gbnf_to_lark import (
     SequenceNode,
 )
 
+from onnxport.serving.structured.repeats import Rules, expanded, own_depth, without_nested
+
 _ESCAPE = re.compile(
     r"\\(?:u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8})|x(?P<two>[0-9a-fA-F]{2})|.)",
     re.DOTALL,
 )
 _CHARACTER = re.compile(r"\\x..|\\.|.", re.DOTALL)
-_BRACKETS = (r"\[", r"\]")
+_UNQUOTED = re.compile(r'["\\\x00-\x1f\x7f]')
+_CONTROLS = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 _SURROGATES = range(0xD800, 0xE000)
+_NOTHING = '""'
+MOST_NESTED = (
+    8  # groups of one rule; deeper ones get rules of their own, as the library has a limit
+)
+MOST_IN_TERMINAL = 100_000  # characters of a terminal, each as often as it may be told apart
+MOST_LEVELS = 5000  # of all rules, which take the compiler's stack if each stands in the next one
+MOST_PARTS = 50_000  # of rules, which the compiler numbers with 16 bits, and some of its own
 
 
-def lark_of(text: str) -> str:
+class TooLargeError(ValueError):
+    """A grammar is too large; says how much is allowed."""
+
+
+def lark_of(text: str, *, is_whole: bool = False) -> str:
     """Return a grammar in Lark's syntax.
 
     Args:
         text: in GBNF.
+        is_whole: nothing follows its texts, and nothing else may come instead.
 
     Raises:
-        Exception: it is no grammar; says why. It is the library's own.
+        Exception: it is no grammar; says why. Some are the library's own.
     """
-    rules = GrammarParser().parse(_ESCAPE.sub(_plain, text))
-    if "root" not in rules:
+    parsed = GrammarParser().parse(_ESCAPE.sub(_plain, text))
+    if "root" not in parsed:
         raise ValueError("it has no rule named root")
-    names = {name: f"r{number}_{_word(name)}" for number, name in enumerate(rules)}
-    names["root"] = "start"
-    return "\n".join(
-        f"{names[name]}: {_written(rule.alternatives, names)}" for name, rule in rules.items()
-    )
+    rules: Rules = {name: _tidied(rule.alternatives, parsed) for name, rule in parsed.items()}
+    if is_whole and (reached := expanded(rules, "root", MOST_IN_TERMINAL)) is not None:
+        return _Writer({name: rules[name] for name in reached}, is_terminal=True).written()
+    if (levels := sum(map(own_depth, rules.values()))) > MOST_LEVELS:
+        raise TooLargeError(
+            f"has rules in GBNF that stand in each other up to {levels} parts deep, at most "
+            f"{MOST_LEVELS} are supported; make it smaller, or write it in Lark's syntax"
+        )
+    return _Writer(without_nested(rules), is_terminal=False).written()
 
 
-def _word(name: str) -> str:
-    """Return a name as Lark may have it."""
-    return re.sub("[^a-z0-9]", "_", name.lower())
-
-
-def _written(node: ASTNode, names: Mapping[str, str]) -> str:
-    """Return a part of a grammar in Lark's syntax; `names` of rules, by those in the grammar."""
+def _tidied(node: ASTNode, names: Mapping[str, object]) -> ASTNode:
+    """Return a part of a grammar without groups of one part, and counts of one."""
     match node:
         case AlternativeNode():
-            return "(" + " | ".join(_written(one, names) for one in node.alternatives) + ")"
+            parts = [_tidied(one, names) for one in node.alternatives]
+            return parts[0] if len(parts) == 1 else AlternativeNode(parts)
         case SequenceNode():
-            return " ".join(_written(one, names) for one in node.nodes) or '""'
+            row: list[ASTNode] = []
+            for one in node.nodes:
+                part = _tidied(one, names)
+                row += part.nodes if isinstance(part, SequenceNode) else [part]
+            return row[0] if len(row) == 1 else SequenceNode(row)
         case RepetitionNode():
-            most = "" if node.max_times is None else node.max_times
-            return f"({_written(node.node, names)}){{{node.min_times},{most}}}"
-        case RuleRefNode():
-            if node.name not in names:
-                raise ValueError(f"there is no rule named {node.name!r}")
-            return names[node.name]
+            inner = _tidied(node.node, names)
+            if node.max_times is not None and node.max_times < node.min_times:
+                raise ValueError(
+                    f"it has the count {{{node.min_times},{node.max_times}}}, whose end is less "
+                    "than its beginning"
+                )
+            if node.max_times == 0:
+                return SequenceNode([])
+            if node.min_times == node.max_times == 1:
+                return inner
+            return RepetitionNode(inner, node.min_times, node.max_times)
+        case RuleRefNode() if node.name not in names:
+            raise ValueError(f"there is no rule named {node.name!r}")
         case LiteralNode():
-            characters = _CHARACTER.findall(node.value)
-            return " ".join(map(_literal, characters)) or '""'
-        case RegexNode(rx="."):
-            return "/(?s:.)/"  # ends of lines, too
-        case RegexNode():  # two of these in a row mean something in a class
-            escaped = node.rx.replace("&", r"\&").replace("~", r"\~")
-            return f"/{escaped}/"
-    raise ValueError(f"it has {node}, which is not known")
+            return LiteralNode("".join(map(_character, _CHARACTER.findall(node.value))))
+    return node
 
 
-def _literal(character: str) -> str:
-    """Return a text of one character; brackets are escaped in classes alone."""
-    return f'"{character[1:] if character in _BRACKETS else character}"'
+class _Writer:
+    """Writes rules in Lark's syntax, as rules or as terminals."""
+
+    def __init__(self, rules: Rules, *, is_terminal: bool) -> None:
+        self._rules = rules
+        self._is_terminal = is_terminal
+        self._names = {name: self._name("r", number, name) for number, name in enumerate(rules)}
+        if not is_terminal:
+            self._names["root"] = "start"
+        self._groups: list[ASTNode] = []  # that get rules of their own
+        self._num_parts = 0
+
+    def written(self) -> str:
+        """Return all of the grammar."""
+        lines = [f"{self._names[name]}: {self._top(node)}" for name, node in self._rules.items()]
+        for number, node in enumerate(self._groups):  # which grow meanwhile
+            lines.append(f"{self._name('g', number)}: {self._top(node)}")
+        if self._is_terminal:
+            lines.append(f"start: {self._names['root']}")
+        elif self._num_parts > MOST_PARTS:
+            raise TooLargeError(
+                f"has {self._num_parts} parts and characters of texts in GBNF, at most "
+                f"{MOST_PARTS} are supported where its rules are recursive, or it is a part of "
+                "another form; write it in Lark's syntax, with long lists of words as terminals, "
+                "or send a choice"
+            )
+        return "\n".join(lines)
+
+    def _name(self, kind: str, number: int, name: str = "") -> str:
+        """Return a name as Lark may have it."""
+        made = f"{kind}{number}_{re.sub('[^a-z0-9]', '_', name.lower())}"
+        return made.upper() if self._is_terminal else made
+
+    def _top(self, node: ASTNode) -> str:
+        """Return what a rule is."""
+        if isinstance(node, AlternativeNode):
+            return " | ".join(self._row(one, 0) for one in node.alternatives)
+        return self._row(node, 0)
+
+    def _row(self, node: ASTNode, depth: int) -> str:
+        """Return parts in a row, `depth` groups within a rule."""
+        if isinstance(node, SequenceNode):
+            return " ".join(self._one(one, depth) for one in node.nodes) or _NOTHING
+        return self._one(node, depth)
+
+    def _one(self, node: ASTNode, depth: int) -> str:
+        """Return one part, in brackets where it would be several."""
+        self._num_parts += 1
+        match node:
+            case AlternativeNode() | SequenceNode() if depth == MOST_NESTED:
+                self._groups.append(node)
+                return self._name("g", len(self._groups) - 1)
+            case AlternativeNode():
+                return f"({' | '.join(self._row(one, depth + 1) for one in node.alternatives)})"
+            case SequenceNode():
+                return f"({self._row(node, depth + 1)})" if node.nodes else _NOTHING
+            case RepetitionNode():
+                most = "" if node.max_times is None else node.max_times
+                self._num_parts += 2 * (node.max_times or node.min_times).bit_length()
+                return f"{self._counted(node.node, depth)}{{{node.min_times},{most}}}"
+            case RuleRefNode():
+                return self._names[node.name]
+            case LiteralNode() if self._is_terminal:
+                return _quoted(node.value)
+            case LiteralNode():
+                self._num_parts += len(node.value)
+                return " ".join(map(_quoted, node.value)) or _NOTHING
+            case RegexNode():
+                return "/(?s:.)/" if node.rx == "." else _class(node.rx)
+        raise ValueError(f"it has {node}, which is not known")
+
+    def _counted(self, node: ASTNode, depth: int) -> str:
+        """Return what is repeated."""
+        several = isinstance(node, LiteralNode) and len(node.value) != 1
+        if isinstance(node, RepetitionNode) or several:
+            return self._one(SequenceNode([node]), depth)
+        return self._one(node, depth)
+
+
+def _quoted(text: str) -> str:
+    """Return a text in Lark's syntax."""
+    return f'"{_UNQUOTED.sub(lambda found: _escaped(found[0]), text)}"'
+
+
+def _escaped(character: str) -> str:
+    return f"\\{character}" if character in '"\\' else f"\\x{ord(character):02x}"
+
+
+def _class(told: str) -> str:
+    """Return a class of characters, without anything that means something else in Lark's syntax."""
+    parts = _CHARACTER.findall(told[1:-1])
+    outside = parts[:1] == ["^"]
+    spans, place = "", int(outside)
+    while place < len(parts):
+        first = last = _character(parts[place])
+        if parts[place + 1 : place + 2] == ["-"] and place + 2 < len(parts):
+            place += 2
+            last = _character(parts[place])
+        if last < first:
+            raise ValueError(f"the class {told} has a range that ends before it begins")
+        spans += f"\\u{{{ord(first):x}}}-\\u{{{ord(last):x}}}"
+        place += 1
+    if not spans:
+        raise ValueError(f"the class {told} is empty")
+    return f"/[{'^' if outside else ''}{spans}]/"
+
+
+def _character(part: str) -> str:
+    """Return the character that a part of a text or class is, which the library has checked."""
+    if part[0] != "\\" or part == "\\":
+        return part
+    if part[1] == "x":
+        return chr(int(part[2:], 16))
+    if part[1] in "uU":
+        raise ValueError(f"{part} and its digits are no character")
+    return _CONTROLS.get(part, part[1])
 
 
 def _plain(found: re.Match[str]) -> str:

@@ -25,7 +25,7 @@ from onnxport.serving.channels import (
 from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
-from onnxport.serving.structured.gbnf import lark_of
+from onnxport.serving.structured.gbnf import TooLargeError, lark_of
 from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.structural import contents
@@ -68,7 +68,7 @@ _ATOM = re.compile(
 )
 _ATOM_OR_SCHEMA = re.compile(rf"{_ATOM.pattern}|(?P<schema>%json\s*(?=\{{))", re.VERBOSE)
 _OPTIONS = re.compile(r"%llguidance\b.*")
-MOST_RULES = 2000  # of a grammar in GBNF, whose translation looks at all of them again and again
+MOST_RULES = 2000  # of a grammar in GBNF; some may stand in others as deep, on the compiler's stack
 SMALL_CHARS = 64  # of an expression that needs no look of its own
 _LARGE_COUNT = re.compile(r"\{[^}]*[0-9]{3}")
 _IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:(?!:=)", re.MULTILINE)
@@ -167,6 +167,7 @@ def _is_small(pattern: str) -> bool:
 
 def _form(spec: StructuredOutputs) -> str:
     """Return the grammar of a text that has no reasoning before it."""
+    is_whole = spec.calls is None  # reasoning comes before it
     if spec.kind == "json":
         return f"start: %json {_json(spec)}"
     if spec.kind == "regex":
@@ -181,7 +182,7 @@ def _form(spec: StructuredOutputs) -> str:
             _literally, _regex, _with_options, lambda text: _lark(text, where), where
         )
         return writer.whole(json.loads(spec.text)["format"])
-    return _lark(spec.text, spec.where)
+    return _lark(spec.text, spec.where, is_whole=is_whole)
 
 
 def _or(*forms: str) -> str:
@@ -252,13 +253,18 @@ def _literally(text: str) -> str:
     )
 
 
-def _lark(text: str, param: str) -> str:
+def _lark(text: str, param: str, *, is_whole: bool = False) -> str:
     """Return a checked grammar in Lark's syntax; that of llama.cpp (GBNF) is translated.
+
+    Args:
+        text: the grammar.
+        param: the field of a request that errors name.
+        is_whole: nothing follows its texts, and nothing else may come instead.
 
     Raises:
         RequestError: it asks for what would be ignored.
     """
-    if "::=" in text and not _IN_LARK.search(text):
+    if is_gbnf(text):
         if (number := text.count("::=")) > MOST_RULES:
             raise RequestError(
                 f"the grammar has {number} rules in GBNF, at most {MOST_RULES} are supported; "
@@ -267,7 +273,9 @@ def _lark(text: str, param: str) -> str:
             )
         _refuse_options(text, param)
         try:
-            text = lark_of(text)
+            text = lark_of(text, is_whole=is_whole)
+        except TooLargeError as error:
+            raise RequestError(f"the grammar {error}", param) from error
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
     plain = _ATOM.sub('""', text)  # texts may speak of anything, as descriptions do
@@ -279,6 +287,11 @@ def _lark(text: str, param: str) -> str:
             param,
         )
     return _with_checked_schemas(text, param)
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is one of llama.cpp's."""
+    return "::=" in text and not _IN_LARK.search(text)
 
 
 def _refuse_options(grammar: str, param: str) -> None:

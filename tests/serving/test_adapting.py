@@ -79,6 +79,19 @@ def test_one_token_that_may_come_is_drawn_at_any_temperature(sampler: Sampler) -
         assert sampled.surprises == [pytest.approx(0.0, abs=1e-6)]
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"typical_p": 0.9}], ids=str
+)
+def test_a_sure_row_whose_temperature_has_no_inverse(
+    sampler: Sampler, more: dict[str, float]
+) -> None:
+    """A spread of 0.37 to the power of 100 is next to nothing; its likeliest token comes."""
+    logits = np.array([[0.0, 6.0, 2.0, 1.0]], np.float32)
+    for exponent in (30.0, 60.0, 100.0):
+        params = SamplingParams(1.0, dynatemp_range=1.0, dynatemp_exponent=exponent, **more)
+        assert sampler.sample(logits, [row_of(params, 0.999)]).token_ids == [1]
+
+
 def test_rows_that_cannot_be_drawn_are_told_and_others_are_drawn(sampler: Sampler) -> None:
     logits = np.array([[np.nan, 1.0], [-np.inf, -np.inf], [1.0, 0.0]], np.float32)
     row, moving = row_of(SamplingParams(mirostat=2), 0.0, 10.0), SamplingParams(dynatemp_range=1)

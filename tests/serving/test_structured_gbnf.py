@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,8 +16,9 @@ from hypothesis import strategies as st
 
 from onnxport.errors import RequestError
 from onnxport.serving.grammar import GrammarError
+from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
-from tests.serving.structured import accepts, compiled
+from tests.serving.structured import LIMITS, accepts, compiled, tokenizer, vocabulary
 from tests.tiers import examples
 
 # A part is a text, a list of alternatives, each a list of parts, a name, or a part with counts.
@@ -41,6 +46,8 @@ name  ::= [a-z] [a-z0-9_]* ws
 num   ::= [0-9]+ ws
 ws    ::= [ \t\n]*
 """
+
+RECURSIVE = 'nested ::= "<" nested? ">"'  # which makes a grammar rules, and no terminal
 
 
 @pytest.mark.parametrize(
@@ -74,14 +81,24 @@ ws    ::= [ \t\n]*
         ('root ::= "a" {2,3} [b] {2}', ["aabb", "aaabb"], ["abb", "aab"]),
         ("root ::= [あ-ん]+", ["かき"], ["カ"]),
         ('root ::= "a" | root "b"', ["abb"], ["b"]),
+        ('root ::= "a" "b"{0} ("c" "d"){0,0} "e"{1,1}', ["ae"], ["abe", "acde", "aee"]),
+        ('root ::= "a\tb\x01\x7f" [\t\n]', ["a\tb\x01\x7f\t", "a\tb\x01\x7f\n"], ["ab"]),
+        ("root ::= [+--]+", ["+", ",", "-"], ["*", "."]),
+        ("root ::= [%--]+", ["%&+,-"], ["$", "."]),
+        ("root ::= [--9]+", ["-./09"], [",", ":"]),
+        ("root ::= [!--a-c-]+", ["!,-abc"], ["d", ".", "^"]),
+        (r"root ::= [a\x2dc]+", ["a-c"], ["b"]),
+        ("root ::= [^+--]", ["*", "."], ["+", ",", "-"]),
+        ("root ::= [x^]", ["^"], ["y"]),
     ],
 )
 def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: list[str]) -> None:
-    form = compiled(StructuredOutputs(grammar=grammar))
-    for text in right:
-        assert accepts(form, text), text
-    for text in wrong:
-        assert not accepts(form, text), text
+    rules = grammar.replace("root ::= ", "root ::= nested | ", 1) + f"\n{RECURSIVE}"
+    for form in (compiled(StructuredOutputs(grammar=each)) for each in (grammar, rules)):
+        for text in right:
+            assert accepts(form, text), text
+        for text in wrong:
+            assert not accepts(form, text), text
 
 
 @pytest.mark.parametrize(
@@ -92,7 +109,12 @@ def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: 
         ("root ::= (", "Expected"),
         ('root ::= "a', "Unexpected end"),
         (r'root ::= "\q"', "escape"),
-        (r'root ::= "\uD800"', "cannot be compiled"),
+        (r'root ::= "\uD800"', "no character"),
+        ("root ::= [^a--b]", "ends before it begins"),
+        ("root ::= [z-a]", "ends before it begins"),
+        ("root ::= []", "is empty"),
+        ("root ::= [^]", "is empty"),
+        ('root ::= "a"{3,2}', "whose end is less"),
         ("root ::= <[1000]>", "Expected"),
         ("root ::= " + "(" * 5000, "recursion"),
     ],
@@ -101,6 +123,101 @@ def test_what_is_no_grammar_is_refused(grammar: str, told: str) -> None:
     with pytest.raises(RequestError, match=told) as error:
         compiled(StructuredOutputs(grammar=grammar, param="grammar"))
     assert error.value.param == "grammar"
+
+
+@pytest.mark.parametrize("rest", ["", f"\n{RECURSIVE}"], ids=["plain", "recursive"])
+@pytest.mark.parametrize("depth", [8, 9, 15, 25, 60])
+def test_groups_in_groups(depth: int, rest: str) -> None:
+    """The library's limit is less; llama.cpp writes a number of 16 digits with 15 groups."""
+    digits = "[0-9]" + " ([0-9]" * depth + ")?" * depth
+    number = "number" + (" | nested" if rest else "")
+    grammar = f"root ::= {number}\nnumber ::= [0-9] | [1-9] ({digits})?{rest}"
+    form = compiled(StructuredOutputs(grammar=grammar))
+    for length, right in ((1, True), (9, True), (depth + 2, True), (depth + 3, False)):
+        assert accepts(form, "7" * length) == (right or length == 9 < depth), length
+
+
+def words(number: int) -> str:
+    return " | ".join(f'"w{one:07}"' for one in range(number))
+
+
+def test_long_lists_of_words() -> None:
+    form = compiled(StructuredOutputs(grammar=f"root ::= {words(10_000)}"))
+    assert accepts(form, "w0009999")
+    assert not accepts(form, "w0010000")
+    listed = compiled(StructuredOutputs(grammar=f"root ::= nested | {words(5000)}\n{RECURSIVE}"))
+    assert accepts(listed, "w0004999")
+    assert accepts(listed, "<<>>")
+
+
+def test_lists_of_words_that_are_too_long() -> None:
+    for number in (5600, 10_000):
+        grammar = f"root ::= nested | {words(number)}\n{RECURSIVE}"
+        with pytest.raises(RequestError, match="at most 50000 are supported"):
+            compiled(StructuredOutputs(grammar=grammar))
+
+
+def test_rules_that_stand_in_others_twice_are_no_terminal() -> None:
+    """It would have a billion characters."""
+    rules = "\n".join(f"r{one} ::= r{one + 1} r{one + 1}?" for one in range(30))
+    form = compiled(StructuredOutputs(grammar=f'root ::= r0\n{rules}\nr30 ::= "x"'))
+    assert accepts(form, "xxx")
+
+
+@pytest.mark.parametrize("end", ['"x"', '"x" | r0'], ids=["plain", "recursive"])
+@pytest.mark.parametrize("rule", ['("a" ({0} | [b])?)+', "{0}* {0}* {0}*"])
+def test_long_chains_of_rules(rule: str, end: str) -> None:
+    """As one terminal these would take more than the compiler's stack, which ends the process."""
+    rules = (f"r{one} ::= {rule.format(f'r{one + 1}')}\n" for one in range(800))
+    grammar = f"root ::= r0*\n{''.join(rules)}r800 ::= {end}"
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            threads.submit(compiled, StructuredOutputs(grammar=grammar)).result()
+        except RequestError as error:
+            assert "too" in str(error)  # noqa: PT017
+
+
+def test_rules_that_could_take_all_of_the_stack() -> None:
+    rules = "".join(f'r{one} ::= ("a" (r{one + 1} | [b])?)+\n' for one in range(1990))
+    with pytest.raises(RequestError, match="parts deep, at most 5000 are supported"):
+        compiled(StructuredOutputs(grammar=f'root ::= r0\n{rules}r1990 ::= "x"'))
+
+
+PARAGRAPHS = "some text, and more of it\nin lines\n" * 40
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= nested | para+\npara ::= [^#<>]+ "\\n"?',
+        'root ::= nested | line*\nline ::= [^\\n<>]* "\\n"?',
+        "root ::= nested | (w)*\nw ::= [a-z ,\\n]+",
+        "root ::= nested | (w*)*\nw ::= ([a-z ,\\n]+)+",
+        'root ::= nested | line*\nline ::= word+ "\\n"?\nword ::= [a-z, ]+ ("," | " ")?',
+        'root ::= nested | ([a-z, \\n]* "\\n")+',
+        "root ::= nested | ([a-z] [a-z, \\n]*)+",
+        "root ::= nested | ([a-z, \\n]+){2,}",
+        "root ::= nested | (([a-z, ]+ | [^,<>]+) [ ]?)+",
+    ],
+)
+def test_repetitions_in_repetitions(grammar: str) -> None:
+    """A position has as many items after many tokens as after few."""
+    limits = replace(LIMITS, max_gbnf_row_items=60)
+    spec = StructuredOutputs(grammar=f"{grammar}\n{RECURSIVE}")
+    assert accepts(compile_grammar(spec, vocabulary(), limits), PARAGRAPHS)
+
+
+def test_what_grows_without_end_ends_soon() -> None:
+    """Each character may be the end of one word and the beginning of another."""
+    spec = StructuredOutputs(grammar=f"root ::= nested | (w w)*\nw ::= [^<>]+\n{RECURSIVE}")
+    sequence = compiled(spec).sequence(0)
+    tokens = tokenizer().encode(PARAGRAPHS, add_special_tokens=False)
+    with pytest.raises(GrammarError, match="items"):
+        deque((sequence.masks(array("q", tokens[:end])) for end in range(len(tokens))), maxlen=0)
+    short = PARAGRAPHS[:100]
+    assert accepts(compiled(spec), short)
+    whole = StructuredOutputs(grammar="root ::= (w w)*\nw ::= [^<>]+")  # one terminal
+    assert accepts(compiled(whole), PARAGRAPHS)
 
 
 def parts(depth: int) -> st.SearchStrategy[Part]:
@@ -174,6 +291,11 @@ def test_the_texts_are_those_of_the_rules(rules: dict[str, Part]) -> None:
     texts = ["".join(one) for size in range(5) for one in product("xy", repeat=size)]
     right = [text for text in texts if is_of(rules, text)]
     grammar = "\n".join(f"{name} ::= {written(part)}" for name, part in rules.items())
+    check(grammar, texts, right)
+    check(grammar.replace("root ::= ", "root ::= nested | ", 1) + f"\n{RECURSIVE}", texts, right)
+
+
+def check(grammar: str, texts: list[str], right: list[str]) -> None:
     try:
         form = compiled(StructuredOutputs(grammar=grammar))
     except RequestError as error:
