@@ -33,7 +33,9 @@ class Sequences:
     def spoil(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
         content = self.model.read_blocks(blocks)
-        self.model.write_blocks(blocks, np.full_like(content, np.nan))
+        # of integers every byte of a scale that is no number
+        spoiled = {np.dtype(np.int8): -1, np.dtype(np.uint8): 255}.get(content.dtype, np.nan)
+        self.model.write_blocks(blocks, np.full_like(content, spoiled))
 
     def run(self, new: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Compute the next tokens of each sequence; returns the logits of all, [tokens, vocab]."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from onnxport.providers.cpu import cache_pages, caches, provider, settling
 from onnxport.providers.cpu.cache_pages import CachePages
 from onnxport.providers.memory import HUGE_PAGE, huge_page_zeros
+from onnxport.providers.rows import convert
 from tests.providers.models import opened, run_rows
 
 needs_collapse = pytest.mark.skipif(
@@ -248,7 +249,7 @@ def test_a_model_s_caches_are_settled_in_use(
     monkeypatch.setattr(provider, "settle_later", settle_later)
     for name in ("START_S", "BUSY_TIMES", "IDLE_S", "CHECK_S"):
         monkeypatch.setattr(settling, name, 0.0)
-    path, tokens = tiny_artifact("llama", "fp32"), 1 << 16
+    path, tokens = tiny_artifact("llama", "fp32"), 1 << 17
     with opened(path, "custom", kv_cache_dtype=dtype, kv_cache_tokens=tokens) as model:
         places = [place.address for place in given[0]._left]
         layers = model.capabilities.kv_format.num_layers
@@ -257,8 +258,9 @@ def test_a_model_s_caches_are_settled_in_use(
         limits, rows = model.capabilities, [([5, 6, 7], 16, [0, 1])]
         count = -(-HUGE_PAGE * 2 * layers // limits.kv_block_bytes)
         first = model.read_blocks(range(1))
-        shape, kind = (count, *first.shape[1:]), first.dtype
-        content = np.random.default_rng(0).standard_normal(shape).astype(kind)
+        shape = (count, *first.shape[1:-1], model.capabilities.kv_format.head_size)
+        numbers = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        content = convert(numbers, first.dtype)
         model.write_blocks(range(count), content)
         held = model.read_blocks(range(count))
         answer = run_rows(model, rows)

@@ -35,7 +35,7 @@ AT_ONCE = 32
 BEAMS = 0.15  # the part of the requests that are beam searches
 DRAW = (
     *("temperature", "seed", "top_p", "top_k", "min_p", "typical_p", "xtc_probability"),
-    "repetition_detection",
+    *("repetition_detection", "mirostat", "mirostat_tau", "dynatemp_range"),
 )
 LEAVING = 0.15  # the part of the clients that do
 ADAPTERS = {"first": ("q_proj", "v_proj"), "second": ("o_proj", "up_proj"), "third": ("k_proj",)}
@@ -79,7 +79,7 @@ SOMETIMES: Sequence[dict[str, Any]] = (  # each in a few of the requests
     {"n": 3},
     {"dry_multiplier": 2.0},
     {"mirostat": 2, "mirostat_tau": 4.0},
-    {"dynatemp_range": 0.5, "repeat_penalty": 1.1},
+    {"dynatemp_range": 0.5, "repeat_penalty": 1.2, "seed": 5},
     {"xtc_probability": 0.5, "typical_p": 0.9},
     {"repetition_detection": {"max_pattern_size": 8, "min_count": 3}},
     {"skip_reading_prefix_cache": True},
