@@ -100,7 +100,7 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
         **{"presence_penalty": 0.6, "frequency_penalty": 0.4},
     },
     "llama.cpp": {
-        **{"temperature": 0.9, "seed": 14, "top_n_sigma": 4.0, "typical_p": 0.95},
+        **{"temperature": 0.9, "seed": 19, "top_n_sigma": 4.0, "typical_p": 0.95},
         **{"xtc_probability": 0.5, "dry_multiplier": 1.0},
     },
     "mirostat": {
