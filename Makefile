@@ -38,7 +38,7 @@ bench: $(VENV)/test-installed  ## every peer, its environment included; see docs
 # take each of pytest's workers ten seconds.
 fast: dev  ## what to run while working: no install step after the first, about three minutes on two slow cores
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	PYTHONPATH=$(CURDIR)/.dev PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n auto
+	PYTHONPATH=$(CURDIR)/.dev PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n logical
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
