@@ -36,7 +36,7 @@ bench: $(VENV)/test-installed  ## every peer, its environment included; see docs
 
 # Bytecode is kept (and ignored by git): compiled anew, tests, sources and their rewritten assertions
 # take each of pytest's workers ten seconds.
-fast: dev  ## what to run while working: no install step after the first, about three minutes on two slow cores
+fast: dev  ## what to run while working: no install step after the first
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	PYTHONPATH=$(CURDIR)/.dev PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n logical
 
