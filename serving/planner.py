@@ -26,8 +26,8 @@ The policy:
   released, its tokens kept, and it waits to go on. Running requests of a lower priority also
   yield to waiting ones that may start, in the order in which these take rows, when that makes room
   for them beside what those ahead of them keep (`serving/room.py`). Nobody yields to one that does
-  not get its row in that step; its first tokens wait for its tenant's turn. The first in rank never yields and, as `submit` accepts only what fits the
-  whole pool, always gets on.
+  not get its row in that step; its first tokens wait for its tenant's turn. The first in rank never
+  yields and, as `submit` accepts only what fits the whole pool, always gets on.
 
 What follows, for requests of one priority while nobody is preempted, with B tokens a step and R
 rows. A running request gets a token every step, and no step has more than B tokens. From when a row
