@@ -11,7 +11,7 @@ BENCH_FOLDER ?= build/bench
 BENCH_OPTIONS ?=
 SOURCES := exporter graphs kv providers serving src
 
-.PHONY: demo test fast lint types dev clean artifacts webgpu webgpu-native openvino-gpu bench
+.PHONY: demo test fast tiers lint types dev clean artifacts webgpu webgpu-native openvino-gpu bench
 
 demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve it, ask it one thing
 	$(BIN)/python scripts/demo.py
@@ -34,11 +34,19 @@ openvino-gpu: $(VENV)/test-installed  ## what Intel's GPU plugin compiles; see s
 bench: $(VENV)/test-installed  ## every peer, its environment included; see docs/benchmarks.md
 	$(BIN)/python -m benchmarks.run_all $(BENCH_FOLDER) --install $(BENCH_OPTIONS)
 
+FAST := PYTHONPATH=$(CURDIR)/.dev PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" \
+  --hypothesis-profile=fast -n logical
+
 # Bytecode is kept (and ignored by git): compiled anew, tests, sources and their rewritten assertions
 # take each of pytest's workers ten seconds.
 fast: dev  ## what to run while working: no install step after the first
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	PYTHONPATH=$(CURDIR)/.dev PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n logical
+	$(FAST) -x
+
+tiers: dev  ## time the fast tests, on a machine that does nothing else, and leave the longest out
+	: > tests/long_tests.txt
+	$(FAST) --junitxml=build/tests/fast.xml
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.tiers build/tests/fast.xml
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ import pytest
 from tests.order import by_length
 
 if find_spec("hypothesis") is not None:  # where other wheels are tested, only conformance runs
-    from tests.tiers import register_profile
+    from tests.tiers import mark_long, register_profile
 
     register_profile()
 
@@ -60,8 +60,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let the workers of `make test` begin with what takes longest; see `tests/order.py`."""
+    if find_spec("hypothesis") is not None:
+        mark_long(items)
     if hasattr(config, "workerinput"):
         items[:] = by_length(items, float(config.getini("timeout")))
 

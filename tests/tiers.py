@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import settings
@@ -11,6 +14,8 @@ from hypothesis import settings
 ALL_EXAMPLES = 100  # of hypothesis's own profile, which is that of the full tier
 FAST_EXAMPLES = 16
 FULL_PROFILE, FAST_PROFILE = "full", "fast"
+LONG_TESTS: Final = Path(__file__).with_name("long_tests.txt")  # `make tiers` writes it
+FAST_BUDGET_S: Final = 230.0  # of all tests of `make fast`, one after the other
 
 
 def register_profile() -> None:
@@ -46,3 +51,52 @@ def crossed(step: int, first: Sequence[Any], second: Sequence[Any]) -> list[Any]
         for row, one in enumerate(first)
         for column, other in enumerate(second)
     ]
+
+
+def mark_long(items: Iterable[pytest.Item], recorded: Path = LONG_TESTS) -> None:
+    """Mark as slow what `make tiers` found to take longest of what was not."""
+    long = set(recorded.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
+
+
+def longest(seconds: Mapping[str, float], budget_s: float = FAST_BUDGET_S) -> list[str]:
+    """Choose which tests to leave out, so that the others take no longer than there is time for.
+
+    The quickest test of each file stays, however long it takes.
+
+    Args:
+        seconds: Node id of a test -> what it took.
+        budget_s: What those that stay may take together.
+
+    Returns:
+        Node ids in their order.
+    """
+    kept_of_file: dict[str, str] = {}
+    for test in sorted(seconds, key=lambda test: (seconds[test], test)):
+        kept_of_file.setdefault(test.partition("::")[0], test)
+    kept = set(kept_of_file.values())
+    left_out: list[str] = []
+    rest = sum(seconds.values())
+    for test in sorted(seconds.keys() - kept, key=lambda test: (-seconds[test], test)):
+        if rest <= budget_s:
+            break
+        left_out.append(test)
+        rest -= seconds[test]
+    return sorted(left_out)
+
+
+def read_report(report: Path) -> dict[str, float]:
+    """Read pytest's JUnit report: node id of a test -> the seconds that it took."""
+    cases = ElementTree.parse(report).iter("testcase")
+    return {
+        f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}": float(
+            case.attrib["time"]
+        )
+        for case in cases
+    }
+
+
+if __name__ == "__main__":
+    LONG_TESTS.write_text("\n".join([*longest(read_report(Path(sys.argv[1]))), ""]), "utf-8")
