@@ -210,7 +210,8 @@ def test_onnxruntime_has_no_kernel_for_it(
     assert "no kernel for experts in MXFP4" in caplog.text
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    with pytest.raises(Exception, match=r"kernel for com\.microsoft\.QMoE.*float8e8m0"):
+    # 1.31 finds no kernel, 1.32 one that wants other scales.
+    with pytest.raises(Exception, match=r"kernel for com\.microsoft\.QMoE.*float8e8m0|Float8E8M0"):
         ort.InferenceSession(folder / "model_gqa.onnx", options, ["CPUExecutionProvider"])
 
 
