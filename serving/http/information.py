@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.defaults import DEFAULTED
 from onnxport.serving.http import adapters
-from onnxport.serving.http.llama_cpp import SAMPLED, SAMPLERS
+from onnxport.serving.http.llama_settings import sampling_settings
 from onnxport.serving.http.service import Service
 from onnxport.serving.metrics import Metrics
 from onnxport.serving.params import SamplingParams
@@ -107,17 +107,8 @@ def _props(service: Service) -> dict[str, Any]:
     request, and a slot is a request that runs; fields that mean nothing here are left out.
     """
     engine, template, defaults = service.engine, service.template, service.defaults
-    params = {
-        "n_predict": -1,
-        **{name: getattr(SamplingParams(), name) for name in SAMPLED},
-        **{name: getattr(defaults, name) for name in DEFAULTED if name != "repetition_penalty"},
-        "top_k": defaults.top_k or 0,
-        "repeat_penalty": defaults.repetition_penalty,
-        "repeat_last_n": -1,  # as that of the model's defaults counts
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "samplers": SAMPLERS,
-    }
+    given = {name: getattr(defaults, name) for name in DEFAULTED}
+    params = sampling_settings(SamplingParams(max_tokens=None, **given))
     return {
         "default_generation_settings": {
             "n_ctx": engine.capabilities.max_model_len,

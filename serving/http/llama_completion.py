@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
@@ -31,6 +31,7 @@ from onnxport.serving.http.generation import (
 from onnxport.serving.http.generation_fields import MOST_BIASES, StopStrings
 from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.llama_cpp import LlamaCppFields
+from onnxport.serving.http.llama_settings import choose, generation_settings
 from onnxport.serving.http.logprobs import completion_probabilities
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.request_ids import take_id, unique
@@ -38,6 +39,7 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.outputs import TokenLogprobs
 
 PATHS: Final = ("/completion", "/completions")  # llama.cpp has both
+MOST_FIELDS: Final = 64  # of an answer, that a request names
 NEUTRAL_LLAMA: Final[Mapping[str, Any]] = {
     **{name: values for name, values in NEUTRAL.items() if name != "return_tokens"},
     "penalize_nl": ANY,
@@ -89,6 +91,7 @@ class LlamaRequest(LlamaCppFields):
     max_tokens: int | None = None  # n_predict, of which llama.cpp has both
     stop: StopStrings = None
     return_tokens: bool | None = None
+    response_fields: Annotated[list[str], Field(max_length=MOST_FIELDS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +112,7 @@ class LlamaRequest(LlamaCppFields):
             RequestError: llama.cpp's fields mean nothing, or contradict others.
         """
         told = {name: getattr(self, name) for name in LlamaRequest.model_fields}
-        told.pop("return_tokens")
+        del told["return_tokens"], told["response_fields"]
         if self.n_predict is None and self.max_tokens is None:
             told["n_predict"] = -1
         given = {name: value for name, value in told.items() if value is not None}
@@ -145,7 +148,7 @@ async def respond(service: Service, request: Request, body: LlamaRequest) -> Res
         async with aclosing(generate(engine, told.job)) as deltas:
             [result] = await collect(deltas, told.usage)
         piece = told.piece(result.text, result.token_ids, result.logprobs)
-        return {**piece, **told.end(result.text, result.finish_reason, result.stop_reason)}
+        return told.whole(piece, result.text, result.finish_reason, result.stop_reason)
 
     return JSONResponse(await unless_disconnected(request, whole()))
 
@@ -193,19 +196,28 @@ class Told:
             **more,
         }
 
-    def end(self, text: str, reason: str | None, stop: int | str | None) -> dict[str, Any]:
-        """Return what is told of a whole answer, beside a piece.
+    def whole(
+        self, piece: Mapping[str, Any], text: str, reason: str | None, stop: int | str | None
+    ) -> dict[str, Any]:
+        """Return what is told at the end, or what the request wants of it.
 
         Args:
+            piece: the last one, or all there is.
             text: all of it.
             reason: why it ended, as `finish_reason`.
             stop: by what, as `stop_reason`.
         """
         word = stop if isinstance(stop, str) and reason == "stop" else ""
         kind = "word" if word else "eos" if reason == "stop" else "limit"
-        return {
+        prompt, params = self._body.prompt, self.job.params
+        answer = {
+            **piece,
             "stop": True,
             "model": self.job.options.adapter or self.service.model_name,
+            "prompt": prompt
+            if isinstance(prompt, str)
+            else self.service.tokenizer.decode(prompt, skip_special_tokens=False),
+            "generation_settings": generation_settings(params, stream=bool(self._body.stream)),
             "stop_type": kind,
             "stopping_word": word,
             "has_new_line": "\n" in text,
@@ -213,6 +225,7 @@ class Told:
             "tokens_cached": sum(self.usage.cached.values()),
             "timings": self.usage.timings(),
         }
+        return choose(answer, self._body.response_fields or ())
 
 
 async def _chunks(told: Told) -> sse.Chunks:
@@ -225,4 +238,4 @@ async def _chunks(told: Told) -> sse.Chunks:
             if delta.text or delta.token_ids:
                 yield told.piece(delta.text, delta.token_ids, token_logprobs(delta))
             reason, stop = delta.finish_reason, delta.stop_reason
-    yield {**told.piece("", [], []), **told.end(text, reason, stop)}
+    yield told.whole(told.piece("", [], []), text, reason, stop)

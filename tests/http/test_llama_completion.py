@@ -93,6 +93,8 @@ def test_a_text(server: RunningServer) -> None:
         "truncated": False,
         "tokens_cached": found["tokens_cached"],
         "timings": found["timings"],
+        "prompt": say("a\nb"),
+        "generation_settings": found["generation_settings"],
     }
     assert len(found["tokens"]) == 4
     assert found["tokens_evaluated"] == 5
@@ -135,7 +137,45 @@ def test_what_ends_it(
     streamed = events(post(server, "abcd", **fields, stream=True))
     assert "".join(one["content"] for one in streamed) == content
     same = {name: found[name] for name in ("content", "tokens_cached", "timings")}
-    assert {**streamed[-1], **same} == found
+    settings = streamed[-1]["generation_settings"]
+    assert settings["stream"]
+    assert {**streamed[-1], **same, "generation_settings": {**settings, "stream": False}} == found
+
+
+def test_what_was_asked_for_is_told(server: RunningServer) -> None:
+    """Defaults with it, by names that a request may have again."""
+    biases = [[letter("z"), 0.5]]
+    form = 'root ::= "a"'
+    given = {"n_predict": 3, "top_k": 7, "stop": ["x", "y"], "n_probs": 2, "min_tokens": 1}
+    given |= {"grammar": form, "repeat_penalty": 1.5, "repeat_last_n": 9, "seed": 5}
+    found = told(post(server, "ab", **given, logit_bias=biases))["generation_settings"]
+    assert {name: found[name] for name in given} == given
+    assert found["logit_bias"] == [{"token": letter("z"), "bias": 0.5}]
+    assert (found["max_tokens"], found["ignore_eos"], found["stream"]) == (3, False, False)
+    plain = told(post(server, "ab"))["generation_settings"]
+    assert (plain["n_predict"], plain["seed"], plain["grammar"]) == (-1, -1, "")
+    assert (plain["top_k"], plain["logit_bias"], plain["stop"]) == (0, [], [])
+
+
+def test_a_prompt_of_tokens_is_told_as_text(server: RunningServer) -> None:
+    ids = httpx.post(f"{server.url}/tokenize", json={"content": say("ab")}).json()["tokens"]
+    body = {"prompt": ids, "temperature": 0}
+    assert told(httpx.post(f"{server.url}/completion", json=body))["prompt"] == say("ab")
+
+
+def test_fields_that_a_request_names(server: RunningServer) -> None:
+    names = ["content", "generation_settings/n_predict", "timings/none", "content/x", "none"]
+    wanted = {"content": "ab", "generation_settings/n_predict": 2}
+    assert told(post(server, "abc", n_predict=2, response_fields=names)) == wanted
+    *pieces, end = (
+        json.loads(event.removeprefix("data: "))
+        for event in post(
+            server, "abc", n_predict=2, response_fields=names, stream=True
+        ).text.split("\n\n")[:-1]
+    )
+    assert all("tokens_predicted" in piece for piece in pieces)
+    assert end == {**wanted, "content": ""}
+    assert "tokens_cached" in told(post(server, "abc", response_fields=[]))
 
 
 def test_an_answer_that_is_stuck_has_reached_its_limit(server: RunningServer) -> None:
