@@ -153,9 +153,7 @@ class Decoder:
         out = ops.paged_attention(
             g,
             qkv,
-            c.past_key(layer),
-            c.past_value(layer),
-            (c.present_key(layer), c.present_value(layer)),
+            c.cache_names(layer, 2),
             cumulative_sequence_lengths=c.CUMULATIVE_SEQUENCE_LENGTHS,
             past_sequence_lengths=c.PAST_SEQUENCE_LENGTHS,
             block_table=c.BLOCK_TABLE,
