@@ -29,7 +29,8 @@ from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
-from onnxport.graphs.spec import ArchSpec, ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it

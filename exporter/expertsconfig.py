@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.graphs.spec import ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
 
 _COUNTS: Final = ("num_experts", "num_local_experts")
 # Keys of DeepSeek's that say how experts are chosen, and what `corrected_experts` does.

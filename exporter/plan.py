@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
-from onnxport.graphs.spec import ArchSpec, ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.spec import ArchSpec
 
 HEAD: Final = "head"
 EMBEDDING: Final = "embedding"

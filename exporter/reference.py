@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
+from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
-from onnxport.graphs.spec import ArchSpec, ExpertsSpec, RopeSpec
+from onnxport.graphs.spec import ArchSpec, RopeSpec
 
 Array = NDArray[np.float32]
 

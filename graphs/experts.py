@@ -54,7 +54,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swiglu:
-    """What an expert has between its products, see `graphs.spec.ExpertsSpec`.
+    """What an expert has between its products, see `graphs.experts_spec.ExpertsSpec`.
 
     `g * sigmoid(alpha * g) * (u + up_offset)` of `g = min(gate, limit)` and
     `u = min(max(up, -limit), limit)`.
@@ -87,7 +87,7 @@ class Swiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How experts are chosen and weighed, see `graphs.spec.ExpertsSpec`."""
+    """How experts are chosen and weighed, see `graphs.experts_spec.ExpertsSpec`."""
 
     per_token: int
     normalized: bool

@@ -84,6 +84,8 @@ def _violations(
         ("a KV cache", PagedInput.KEY_CACHE, limits.cache_dtypes),
         ("a KV cache", PagedInput.VALUE_CACHE, limits.cache_dtypes),
     ):
+        if position == PagedInput.VALUE_CACHE and layer.is_latent:
+            continue
         kind = types.get(layer.input(position))
         name = "an unknown type" if kind is None else TensorProto.DataType.Name(kind).lower()
         name = "float32" if name == "float" else name
@@ -100,7 +102,7 @@ def _violations(
             f"RoPE of {rotary} of {layer.head_size} channels, allowed are multiples of {multiple} "
             "for both"
         )
-    latent = layer.kv_cache_layout != "SEPARATE" or layer.rotary_offset != 0
+    latent = layer.is_latent or layer.rotary_offset != 0
     for used, allowed_here, what in (
         (layer.softcap != 0, limits.softcap, "softcap"),
         (layer.local_window_size is not None, limits.local_window, "a sliding window"),

@@ -33,7 +33,7 @@ from onnxport.providers.pool import PoolPlan
 from onnxport.providers.transfers import Blocks
 
 Layout = Literal["plain", "tiled", "paired"]  # see csrc/attention.h; plain is the contract's
-CachePair = tuple[NDArray[Any], NDArray[Any]]  # of one layer: key, value
+LayerCaches = tuple[NDArray[Any], ...]  # of one layer: key and value, or key alone
 TILE: Final = 16  # tokens that lie side by side, so that one register holds a channel of them
 # Of each layer's keys and values, what has small pages. A first prompt would make dozens of huge
 # ones, of which it uses some per cent: a tenth of a second, and 100 MB.
@@ -56,34 +56,33 @@ def supported_dtypes(*, custom: bool) -> tuple[str, ...]:
 
 def allocate(
     spec: ArchSpec, num_places: int, pool: PoolPlan, dtype: str, layout: Layout
-) -> tuple[list[CachePair], Blocks]:
+) -> tuple[list[LayerCaches], Blocks]:
     """Zeroed caches of the layers that a block has room for, and what moves their blocks."""
     kind = CACHE_DTYPES[dtype]
     elements = row_elements(dtype, spec.head_size)
     shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, elements)
-    pairs = [
-        (
-            huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES),
-            huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES),
+    caches: list[LayerCaches] = [
+        tuple(
+            huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES) for _ in range(spec.cache_parts)
         )
         for _ in range(num_places)
     ]
     if dtype in INTEGERS:
-        return pairs, packed_blocks(pairs, dtype, spec.head_size)
+        return caches, packed_blocks(caches, dtype, spec.head_size)
     layouts = {"plain": plain_layout(), "tiled": tiled_layout(TILE), "paired": paired_layout(TILE)}
-    return pairs, HostBlocks(pairs, layouts[layout])
+    return caches, HostBlocks(caches, layouts[layout])
 
 
-def packed_blocks(pairs: Sequence[CachePair], dtype: str, head_size: int) -> CodedBlocks:
+def packed_blocks(caches: Sequence[LayerCaches], dtype: str, head_size: int) -> CodedBlocks:
     """The transfers of caches of integers, [num_blocks, block_size, kv_heads, elements of a row].
 
     Their canonical rows are what the caches hold, bytes in another order, so that moving a block
     there and back changes nothing.
     """
-    _, block_size, kv_heads, elements = pairs[0][0].shape
+    _, block_size, kv_heads, elements = caches[0][0].shape
     key, value = (_codec(tile_order(dtype, head_size, is_key=of_key)) for of_key in (True, False))
     shape = (kv_heads, block_size, elements)
-    return CodedBlocks(pairs, shape, key, value, CACHE_DTYPES[dtype])
+    return CodedBlocks(caches, shape, key, value, CACHE_DTYPES[dtype])
 
 
 def tile_order(dtype: str, head_size: int, *, is_key: bool) -> NDArray[np.intp]:

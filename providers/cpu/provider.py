@@ -23,7 +23,7 @@ from onnxport.providers.cpu import library
 from onnxport.providers.cpu.cache_pages import CachePages
 from onnxport.providers.cpu.caches import (
     SMALL_BYTES,
-    CachePair,
+    LayerCaches,
     allocate,
     supported_dtypes,
 )
@@ -110,14 +110,14 @@ class CpuProvider:
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
         spec = artifact.manifest.model
-        pairs, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
+        caches, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
         model = OrtModel(
             session,
             replace(
                 _capabilities(session, artifact, options, kernel, pool, cache_dtype, groups),
                 int8_products=not source.is_exact,
             ),
-            _cache_tensors(pairs, groups),
+            _cache_tensors(caches, groups),
             blocks,
             attached,
             adapters=lora.adapters() if lora else None,
@@ -125,7 +125,7 @@ class CpuProvider:
             step_memory=None if kernel else _step_memory(artifact, pool, free_bytes - held_bytes),
         )
         if kernel is not None:
-            arrays = [array for pair in pairs for array in pair]
+            arrays = [array for layer in caches for array in layer]
             has_planes = model.capabilities.takes_exact_logits
             settle_later(model, kernel, CachePages(arrays, SMALL_BYTES), has_planes=has_planes)
         return model
@@ -233,15 +233,12 @@ def _capabilities(
     )
 
 
-def _cache_tensors(pairs: Sequence[CachePair], groups: LayerGroups) -> list[CacheTensor]:
+def _cache_tensors(caches: Sequence[LayerCaches], groups: LayerGroups) -> list[CacheTensor]:
     """Each layer's caches under the graph's names, in the same memory; see `LayerGroups`."""
     return [
-        CacheTensor(past(layer), present(layer), ort_value(cache))
+        CacheTensor(past, present, ort_value(cache))
         for layer, (_, place) in enumerate(groups.places)
-        for cache, past, present in zip(
-            pairs[place],
-            (contract.past_key, contract.past_value),
-            (contract.present_key, contract.present_value),
-            strict=True,
+        for cache, (past, present) in zip(
+            caches[place], contract.cache_names(layer, len(caches[place])), strict=True
         )
     ]
