@@ -39,6 +39,7 @@ from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
 from onnxport.providers.hidden_states import check_hidden_layers
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
+from onnxport.providers.latents import refuse_latent_adapters
 from onnxport.providers.ort import (
     CPU,
     CPU_EXECUTION_PROVIDER,
@@ -174,6 +175,7 @@ def _host_lora(artifact: Artifact, options: LoadOptions, kernel: Path | None) ->
     """What adds adapters; None where there are none."""
     if not options.max_adapters:
         return None
+    refuse_latent_adapters(artifact, options)
     from onnxport.providers.device_arrays import DeviceArrays
     from onnxport.providers.host_lora import HostLora
 
