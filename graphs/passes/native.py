@@ -96,6 +96,11 @@ def _violations(
             f"head size {layer.head_size}, allowed are multiples of {limits.head_size_multiple} "
             f"up to {limits.max_head_size}"
         )
+    if layer.v_head_size % limits.head_size_multiple:
+        yield (
+            f"values of {layer.v_head_size} channels, allowed are multiples of "
+            f"{limits.head_size_multiple}"
+        )
     multiple = limits.rotary_multiple
     if layer.do_rotary and (layer.head_size % multiple or (rotary or 0) % multiple):
         yield (

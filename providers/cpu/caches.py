@@ -3,7 +3,8 @@
 Our kernel stores float32, float16, bfloat16, int8 or int4, tiled; the decomposed graph float32, as
 the graph contract lays it out. Where the processor multiplies pairs of bfloat16, and products may
 be less precise than float32 anyway, a bfloat16 cache lies in pairs. What float16 cannot hold
-becomes the largest number that it can, on every way into a cache. An int8 cache has a float32 scale
+becomes the largest number that it can, on every way into a cache. Rows of latents, which are keys
+and values in one (`graphs.latent_spec`), lie in their order, in float32, float16, bfloat16 or int8. An int8 cache has a float32 scale
 for each token and KV head, of keys and of values: a 127th of the largest magnitude, so that nothing
 has to be calibrated and nothing is clipped. An int4 cache has what an int8 cache would have, in
 steps of its own for each 32 channels. The bytes of a token depend on that token alone.
@@ -32,7 +33,9 @@ from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.pool import PoolPlan
 from onnxport.providers.transfers import Blocks
 
-Layout = Literal["plain", "tiled", "paired"]  # see csrc/attention.h; plain is the contract's
+# See csrc/attention.h. Plain is the contract's, for the decomposed graph; rows are as plain, for a
+# kernel that makes tiles of latents, and so they lie where it makes pairs.
+Layout = Literal["plain", "tiled", "paired", "rows"]
 LayerCaches = tuple[NDArray[Any], ...]  # of one layer: key and value, or key alone
 TILE: Final = 16  # tokens that lie side by side, so that one register holds a channel of them
 # Of each layer's keys and values, what has small pages. A first prompt would make dozens of huge
@@ -49,9 +52,11 @@ CACHE_DTYPES: Final[dict[str, Any]] = {
 }
 
 
-def supported_dtypes(*, custom: bool) -> tuple[str, ...]:
-    """What the caches of our kernel, or of the decomposed graph, may hold."""
-    return tuple(CACHE_DTYPES) if custom else ("float32",)
+def supported_dtypes(*, custom: bool, latent: bool = False) -> tuple[str, ...]:
+    """What the caches of our kernel, or of the decomposed graph, may hold; latents are not int4."""
+    if not custom:
+        return ("float32",)
+    return tuple(dtype for dtype in CACHE_DTYPES if not latent or dtype != INT4)
 
 
 def allocate(
@@ -67,6 +72,8 @@ def allocate(
         )
         for _ in range(num_places)
     ]
+    if spec.latent is not None:
+        return caches, HostBlocks(caches, plain_layout())
     if dtype in INTEGERS:
         return caches, packed_blocks(caches, dtype, spec.head_size)
     layouts = {"plain": plain_layout(), "tiled": tiled_layout(TILE), "paired": paired_layout(TILE)}

@@ -94,9 +94,12 @@ class CpuProvider:
         """See `providers.base.Provider.load`."""
         check(options)
         check_hidden_layers(artifact, options)
-        kernel = choose_kernel(options, artifact.manifest.model.head_size)
+        spec = artifact.manifest.model
+        kernel = choose_kernel(options, spec)
         source = GraphSource(artifact, options, custom=kernel is not None)
-        cache_dtype, layout = cache = choose_cache(options, kernel, is_exact=source.is_exact)
+        cache_dtype, layout = cache = choose_cache(
+            options, kernel, is_exact=source.is_exact, latent=spec.latent is not None
+        )
         free_bytes = memory.available_bytes()
         groups = source.groups
         plan = _pool_planner(artifact, options, kernel, cache_dtype, groups, free_bytes)
@@ -110,7 +113,6 @@ class CpuProvider:
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
-        spec = artifact.manifest.model
         caches, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
         model = OrtModel(
             session,

@@ -97,12 +97,13 @@ def latent_rotary(
     rng: np.random.Generator, head_size: int, value_size: int, positions: int
 ) -> dict[str, object]:
     """RoPE of what is behind the value, as models have it; of some channels if there is nothing."""
-    if head_size == value_size or rng.integers(4) == 0:
-        return rotary(rng, head_size, positions)
-    options = rotary(rng, head_size - value_size, positions)
-    angles = np.outer(np.arange(positions), 0.1 ** np.arange((head_size - value_size) // 2))
-    return options | {
+    behind = head_size - value_size
+    if not behind or rng.integers(4) == 0:
+        return rotary(rng, head_size, positions) if head_size > 16 else {}
+    angles = np.outer(np.arange(positions), 0.1 ** np.arange(behind // 2))
+    return {
         "rotary_offset": value_size,
+        "interleaved": bool(rng.integers(2)),
         "cosine": np.cos(angles).astype(np.float32),
         "sine": np.sin(angles).astype(np.float32),
     }

@@ -30,6 +30,14 @@ struct LatentRows {
   }
 };
 
+// As transpose_tile(), for any number of units of as many bits as a float, which end with their rows.
+static inline void turn_over(const float* const* rows, int64_t units, float* out) {
+  const int64_t whole = units / Vec::kWidth * Vec::kWidth;
+  transpose_tile(rows, whole, out);
+  for (int64_t d = whole; d < units; d++)
+    for (int t = 0; t < kTile; t++) memcpy(out + d * kTile + t, rows[t] + d, sizeof *out);
+}
+
 // What is read here are tiles, though none are stored.
 template <class Type>
 struct TileSource<Latent<Type>, true> {
@@ -82,7 +90,7 @@ struct TileSource<Latent<Type>, true> {
     auto* values = reinterpret_cast<Element*>(scratch.value) + i * kTile * p.value_size;
     const float* rows[kTile];
     for (int t = 0; t < kTile; t++) rows[t] = reinterpret_cast<const float*>(cached.row[t]);
-    transpose_tile(rows, units, keys);
+    turn_over(rows, units, keys);
     for (int t = 0; t < kTile; t += kSide)
       interleave(cached.row + t, p.value_size, values + t * p.value_size);
     out.key[i] = reinterpret_cast<const Element*>(keys);
