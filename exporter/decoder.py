@@ -22,6 +22,7 @@ from onnxport.exporter.graph_parts import (
     rope_tables,
     sinks,
 )
+from onnxport.exporter.latent_graph import attend_latents
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
@@ -29,12 +30,13 @@ from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
-from onnxport.graphs.spec import ArchSpec, ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
 
-Attend = Callable[[int, "str | tuple[str, str, str]"], str]  # (layer, qkv) -> attended
+Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class _Decoder:
     def attention(self, layer: int, x: str) -> str:
         """Packed projection and attention; with QK-norm the heads are normalized between."""
         g, spec = self.g, self.spec
+        if spec.latent is not None:
+            return attend_latents(g, spec, self.weights, layer, x, self.linear, self.attend)
         qkv = self.linear(f"layers.{layer}.qkv", x)
         if not spec.qk_norm:
             return self.attend(layer, qkv)
@@ -203,6 +207,9 @@ class _Decoder:
             normalized=experts.normalized,
             sigmoid=bool(experts.sigmoid),
             correction=correction,
+            groups=experts.groups,
+            groups_per_token=experts.groups_per_token or 1,
+            group_best=experts.group_best or 1,
         )
         alpha, offset = experts.alpha or 1.0, experts.up_offset or 0.0
         return expert_layer(
@@ -320,14 +327,12 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     declare_caches(g, spec, dtype, pool, pool)
     tables = rope_tables(g, spec, weights, dtype)
 
-    def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
+    def attend(layer: int, qkv: str | tuple[str, ...]) -> str:
         cos, sin = tables[layer]
         return ops.paged_attention(
             g,
             qkv,
-            names.past_key(layer),
-            names.past_value(layer),
-            (names.present_key(layer), names.present_value(layer)),
+            names.cache_names(layer, spec.cache_parts),
             cumulative_sequence_lengths=names.CUMULATIVE_SEQUENCE_LENGTHS,
             past_sequence_lengths=names.PAST_SEQUENCE_LENGTHS,
             block_table=names.BLOCK_TABLE,
@@ -352,7 +357,11 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
 
 
 def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
-    """The graph of onnxruntime-genai's Generator: a batch, an attention mask, one cache each."""
+    """The graph of onnxruntime-genai's Generator: a batch, an attention mask, one cache each.
+
+    There is none of attention of latents: its operator wants keys and values of every head.
+    """
+    assert spec.latent is None
     g = GraphBuilder("gqa")
     dtype = activation_dtype(weights)
     g.input(names.INPUT_IDS, TensorProto.INT64, [names.BATCH, "seq"])
@@ -366,7 +375,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     tables = rope_tables(g, spec, weights, dtype)
     less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
 
-    def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
+    def attend(layer: int, qkv: str | tuple[str, ...]) -> str:
         cos, sin = tables[layer]
         return ops.group_query_attention(
             g,

@@ -7,13 +7,20 @@ from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.graphs.spec import ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
 
 _COUNTS: Final = ("num_experts", "num_local_experts")
-# Keys of DeepSeek's that say how experts are chosen, and what `corrected_experts` does.
+# Keys of DeepSeek's that say how experts are chosen, and what is done here: of one key the first
+# value is what holds where it is absent.
 _CORRECTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "scoring_func": ("sigmoid", "noaux_tc"),  # dots.llm1 names the method here
     "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
+_BY_SOFTMAX: Final[Mapping[str, tuple[Any, ...]]] = {
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "norm_topk_prob": (False,),
     "moe_layer_freq": (1,),
 }
 
@@ -62,6 +69,9 @@ def corrected_experts(
     shared: int | None,
     size: int | None = None,
     first_dense: int | None = None,
+    layers: tuple[bool, ...] | None = None,
+    scale: float = 1.0,
+    groups: tuple[int, int] = (1, 1),
 ) -> ExpertsSpec:
     """Experts as DeepSeek V3 has them (arXiv:2412.19437): sigmoids, corrected where they choose.
 
@@ -74,20 +84,18 @@ def corrected_experts(
         size: likewise `moe_intermediate_size`.
         first_dense: likewise `first_k_dense_replace`; None: every layer has experts, and the key
             may say so.
+        layers: which layers have experts, where another key says so.
+        scale: `routed_scaling_factor` where absent.
+        groups: likewise `n_group` and `topk_group`; a group counts by its two best.
 
     Raises:
         CheckpointError: See `experts_spec`.
-        UnsupportedModelError: Experts are chosen by groups, or in another way.
+        UnsupportedModelError: Experts are chosen in another way.
     """
-    _check_choice(config)
+    _check_choice(config, _CORRECTED)
     size = _number(config, ("moe_intermediate_size",), size)
-    first = config.get("first_k_dense_replace", int, first_dense or 0)
-    if first_dense is None and first > 0:
-        raise UnsupportedModelError(
-            f"{config.path}: first_k_dense_replace is {first}; supported is 0, for transformers "
-            "gives every layer of this family experts."
-        )
-    layers = tuple(i >= first for i in range(config.require("num_hidden_layers", int)))
+    if layers is None:
+        layers = _layers_behind(config, first_dense)
     shared = _number(config, ("n_shared_experts",), shared)
     return experts_spec(
         config,
@@ -99,27 +107,78 @@ def corrected_experts(
         normalized=config.get("norm_topk_prob", bool, normalized),
         sigmoid=True,
         corrected=True,
-        scale=config.get("routed_scaling_factor", float, 1.0),
+        scale=config.get("routed_scaling_factor", float, scale),
         shared_size=size * shared or None,
+        **_groups(config, groups, best=2),
     )
 
 
-def _check_choice(config: Config) -> None:
+def softmax_experts(config: Config, *, count: int, size: int, shared: int) -> ExpertsSpec:
+    """Experts as DeepSeek V2 has them (arXiv:2405.04434): a softmax that nobody normalizes again.
+
+    Args:
+        config: The model's configuration.
+        count: `n_routed_experts` where absent.
+        size: likewise `moe_intermediate_size`.
+        shared: likewise `n_shared_experts`, of which one layer is made.
+
+    Raises:
+        CheckpointError: See `experts_spec`.
+        UnsupportedModelError: Experts are chosen in another way.
+    """
+    _check_choice(config, _BY_SOFTMAX)
+    size = _number(config, ("moe_intermediate_size",), size)
+    groups: dict[str, Any] = {}
+    if config.get("topk_method", str, "greedy") == "group_limited_greedy":
+        groups = _groups(config, None, best=1)
+    else:
+        config.ignore("n_group", "topk_group")
+    return experts_spec(
+        config,
+        count=count,
+        per_token=None,
+        count_keys=("n_routed_experts", "num_experts"),
+        layers=_layers_behind(config, 0),
+        size=size,
+        normalized=False,
+        scale=config.get("routed_scaling_factor", float, 1.0),
+        shared_size=size * _number(config, ("n_shared_experts",), shared) or None,
+        **groups,
+    )
+
+
+def _layers_behind(config: Config, first_dense: int | None) -> tuple[bool, ...]:
+    """Which layers have experts: those behind the first ones, see `corrected_experts`."""
+    first = config.get("first_k_dense_replace", int, first_dense or 0)
+    if first_dense is None and first > 0:
+        raise UnsupportedModelError(
+            f"{config.path}: first_k_dense_replace is {first}; supported is 0, for transformers "
+            "gives every layer of this family experts."
+        )
+    return tuple(i >= first for i in range(config.require("num_hidden_layers", int)))
+
+
+def _groups(config: Config, defaults: tuple[int, int] | None, *, best: int) -> dict[str, Any]:
+    """The groups that experts are in, as fields; none where every one is chosen."""
+    if defaults is None:
+        groups, chosen = config.require("n_group", int), config.require("topk_group", int)
+    else:
+        groups = config.get("n_group", int, defaults[0])
+        chosen = config.get("topk_group", int, defaults[1])
+    if groups == chosen or groups == 1:  # of one group no other can be chosen
+        return {}
+    return {"groups": groups, "groups_per_token": chosen, "group_best": best}
+
+
+def _check_choice(config: Config, known: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise UnsupportedModelError for experts that are chosen in another way."""
-    for key, allowed in _CORRECTED.items():
+    for key, allowed in known.items():
         found = config.get(key, object, allowed[0])
         if found not in allowed:
             raise UnsupportedModelError(
                 f"{config.path}: {key} is {found!r}; supported is "
                 f"{' or '.join(map(repr, allowed))}, which is what transformers computes here."
             )
-    groups = config.get("n_group", int, 1)
-    config.get("topk_group", int, 1)  # of one group no other can be chosen
-    if groups != 1:
-        raise UnsupportedModelError(
-            f"{config.path}: n_group is {groups}; supported is 1: experts that are not chosen by "
-            "groups."
-        )
 
 
 def _number(config: Config, keys: tuple[str, ...], default: int | None) -> int:

@@ -23,6 +23,7 @@ def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         local_window_size=spec.sliding_window[layer],
         do_rotary=spec.rotates(layer),
         rotary_interleaved=spec.rope_of(layer).interleaved,
+        v_head_size=None if spec.latent is None else spec.latent.kv_rank,
     )
 
 
@@ -42,10 +43,11 @@ def declare_caches(
 ) -> None:
     """Declare the caches of all layers, in and out."""
     for layer in range(spec.num_layers):
-        g.input(names.past_key(layer), dtype, past)
-        g.input(names.past_value(layer), dtype, past)
-        g.output(names.present_key(layer), dtype, present)
-        g.output(names.present_value(layer), dtype, present)
+        caches = names.cache_names(layer, spec.cache_parts)
+        for name, _ in caches:
+            g.input(name, dtype, past)
+        for _, name in caches:
+            g.output(name, dtype, present)
 
 
 def rope_tables(

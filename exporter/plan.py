@@ -2,6 +2,7 @@
 
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
 `layers.N.{input_norm, qkv, q_norm, k_norm, sinks, o, o_norm, post_norm, gate_up, down, down_norm}`,
+(where attention is of latents `qkv`, `q_latent_norm`, `q_b`, `latent_norm`, `k_up` and `v_up`),
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. A draft head has
 `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides.
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
-from onnxport.graphs.spec import ArchSpec, ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.latent_spec import LatentSpec
+from onnxport.graphs.spec import ArchSpec
 
 HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
@@ -53,6 +56,8 @@ class MatrixPlan:
     is_exact: bool = False  # it is not quantized, whatever else is
     whole_blocks: int | None = None  # what blocks that share a scale divide; None: the last may jut
     by_rows: bool = False  # where it is not quantized, it is stored [N, K]
+    # It is not quantized, and each part is stored [K, rows of a part], one behind the other.
+    apart: bool = False
 
     @property
     def rows(self) -> int:
@@ -145,6 +150,11 @@ def _layer_norms(
     spec: ArchSpec, names: TensorNames, role: str, prefix: str
 ) -> dict[str, VectorPlan]:
     found = {}
+    if spec.latent is not None:
+        found["latent_norm"] = _norm(names, prefix + names.latent_kv_norm, spec.latent.kv_rank)
+        if spec.latent.query_rank is not None:
+            tensor = prefix + names.latent_q_norm
+            found["q_latent_norm"] = _norm(names, tensor, spec.latent.query_rank)
     if not spec.raw_inputs:
         found["input_norm"] = _norm(names, prefix + names.input_norm, spec.hidden_size)
         found["post_norm"] = _norm(names, prefix + names.post_norm, spec.hidden_size)
@@ -162,14 +172,47 @@ def _layer_matrices(
     spec: ArchSpec, names: TensorNames, role: str, prefix: str, inputs: int, *, dense: bool
 ) -> dict[str, MatrixPlan]:
     """Attention's projections of `inputs`, and those of a feed-forward layer if it is one."""
-    widths = (spec.q_size, spec.kv_size, spec.kv_size)
-    qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
-    o = _stacked(prefix, names.o, (spec.hidden_size,), spec.q_size, biased=spec.o_bias)
-    found = {role + "qkv": qkv, role + "o": replace(o, scale=spec.output_scale)}
+    o = _stacked(prefix, names.o, (spec.hidden_size,), spec.attended_size, biased=spec.o_bias)
+    found = {role + "o": replace(o, scale=spec.output_scale)}
+    if spec.latent is not None:
+        found |= _latent_matrices(spec, spec.latent, names, role, prefix)
+    else:
+        widths = (spec.q_size, spec.kv_size, spec.kv_size)
+        found[role + "qkv"] = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
     if dense:
         parts = (names.gate_up, names.down)
         found |= _feed_forward(spec, role, prefix, parts, spec.intermediate_size)
     return found
+
+
+def _latent_matrices(
+    spec: ArchSpec, latent: LatentSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """Attention's projections, of which each head's keys and values have one of latents.
+
+    These are products of a batch, one for each head, and stay floats: no operator has a batch of
+    quantized ones. Of DeepSeek V3 they are 2 GB beside 350. Were those of keys in the queries'
+    projection, as they could be, that would have four times as many weights.
+    """
+    heads, hidden = spec.num_heads, spec.hidden_size
+    queries = heads * latent.query_size
+    first, rank = (names.latent_q, queries), latent.query_rank
+    found = {}
+    if rank is not None:
+        first = (names.latent_q_a, rank)
+        found["q_b"] = _stacked(prefix, (names.latent_q_b,), (queries,), rank, biased=False)
+    parts = (first[0], names.latent_kv_a)
+    found["qkv"] = _stacked(prefix, parts, (first[1], latent.row_size), hidden, biased=False)
+    keys, values = latent.nope_size, latent.value_size
+    tensor, height = f"{prefix}{names.latent_kv_b}.weight", keys + values
+    shape = (heads * height, latent.kv_rank)
+    ups = [
+        tuple(Part(tensor, rows, head * height + start, shape) for head in range(heads))
+        for rows, start in ((keys, 0), (values, keys))
+    ]
+    found["k_up"] = MatrixPlan(ups[0], latent.kv_rank, is_exact=True, by_rows=True)
+    found["v_up"] = MatrixPlan(ups[1], latent.kv_rank, is_exact=True, apart=True)
+    return {role + name: one for name, one in found.items()}
 
 
 def _feed_forward(

@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
+from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
-from onnxport.graphs.spec import ArchSpec, ExpertsSpec, RopeSpec
+from onnxport.graphs.spec import ArchSpec, RopeSpec
 
 Array = NDArray[np.float32]
 
@@ -202,10 +204,26 @@ def _routing(experts: ExpertsSpec, logits: Array, correction: Array | None) -> A
         exponentials = np.exp(logits - logits.max(-1, keepdims=True))
         scores = exponentials / exponentials.sum(-1, keepdims=True)
     ranked = logits if correction is None else scores + correction
+    if experts.groups is not None:
+        ranked = _in_best_groups(experts, scores if correction is None else ranked)
     chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : experts.per_token]
     parts: Array = np.zeros_like(scores)
     np.put_along_axis(parts, chosen, np.take_along_axis(scores, chosen, -1), -1)
     return parts / parts.sum(-1, keepdims=True) if experts.normalized else parts
+
+
+def _in_best_groups(experts: ExpertsSpec, ranked: Array) -> Array:
+    """The scores of experts whose groups are chosen, and -inf; [num_tokens, experts]."""
+    assert experts.groups is not None
+    assert experts.groups_per_token is not None
+    assert experts.group_best is not None
+    members = ranked.reshape(len(ranked), experts.groups, -1)
+    totals = np.sort(members, axis=-1)[..., -experts.group_best :].sum(-1)
+    chosen = np.argsort(-totals, axis=-1, kind="stable")[:, : experts.groups_per_token]
+    found = np.full_like(members, -np.inf)
+    own = chosen[..., None]
+    np.put_along_axis(found, own, np.take_along_axis(members, own, 1), 1)
+    return found.reshape(ranked.shape)
 
 
 def _output(spec: ArchSpec, weights: WeightSource, role: str, output: Array) -> Array:
@@ -218,7 +236,18 @@ def _output(spec: ArchSpec, weights: WeightSource, role: str, output: Array) -> 
 def _attend(
     spec: ArchSpec, layer: int, weights: WeightSource, x: Array, tables: tuple[Array, Array]
 ) -> Array:
-    """Causal self-attention; [num_tokens, hidden] to [num_tokens, q_size]."""
+    """Causal self-attention; [num_tokens, hidden] to [num_tokens, attended_size]."""
+    if spec.latent is not None:
+        heads = _of_latents(spec, spec.latent, layer, weights, x, tables)
+    else:
+        heads = _of_heads(spec, layer, weights, x, tables)
+    return _mixed(spec, layer, weights, *heads)
+
+
+def _of_heads(
+    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, tables: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of all query heads, [num_tokens, num_heads, head_size] each."""
     tokens = len(x)
     qkv = weights.linear(f"layers.{layer}.qkv", x)
     edges = [spec.q_size, spec.q_size + spec.kv_size]
@@ -234,7 +263,41 @@ def _attend(
         embedding = spec.rope_of(layer)
         q, k = _rotate(q, tables, embedding), _rotate(k, tables, embedding)
     shared = spec.num_heads // spec.num_kv_heads
-    k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
+    return q, np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
+
+
+def _of_latents(
+    spec: ArchSpec,
+    latent: LatentSpec,
+    layer: int,
+    weights: WeightSource,
+    x: Array,
+    tables: tuple[Array, Array],
+) -> tuple[Array, Array, Array]:
+    """Likewise where keys and values are made of latents, which here they really are."""
+    tokens, heads, role = len(x), spec.num_heads, f"layers.{layer}."
+    width = latent.query_rank or heads * latent.query_size
+    edges = [width, width + latent.kv_rank]
+    queries, latents, turning = np.split(weights.linear(role + "qkv", x), edges, axis=-1)
+    if latent.query_rank is not None:
+        normed = _rms_norm(queries, weights.vector(role + "q_latent_norm"), spec.inner_eps)
+        queries = weights.linear(role + "q_b", normed)
+    latents = _rms_norm(latents, weights.vector(role + "latent_norm"), spec.inner_eps)
+    keys, v = (
+        weights.linear(role + name, latents).reshape(tokens, heads, -1) for name in ("k_up", "v_up")
+    )
+    embedding = spec.rope_of(layer)
+    plain, turned = np.split(queries.reshape(tokens, heads, -1), [latent.nope_size], axis=-1)
+    turned = _rotate(turned, tables, embedding)
+    shared = np.repeat(_rotate(turning[:, None], tables, embedding), heads, axis=1)
+    return np.concatenate([plain, turned], -1), np.concatenate([keys, shared], -1), v
+
+
+def _mixed(
+    spec: ArchSpec, layer: int, weights: WeightSource, q: Array, k: Array, v: Array
+) -> Array:
+    """Values by the softmax of what queries make of keys; [num_tokens, attended_size]."""
+    tokens = len(q)
     scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)
     scores = _softcap(scores, spec.attention_softcap)
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
@@ -247,7 +310,7 @@ def _attend(
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
     seen = scores[..., :tokens]
-    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, spec.q_size)
+    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, spec.attended_size)
     return result
 
 

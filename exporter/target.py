@@ -46,11 +46,14 @@ class Target:
         self.keeps = block is not None and block.is_fp4
         self._dtype = dtype
         self._by_rows = by_rows
+        self._part_rows = plan.parts[0].rows if plan.apart else None
         self.weight: NDArray[Any]
         self.scales: NDArray[Any] | None = None
         self._zero_points: NDArray[np.uint8] | None = None
         if block is None:
-            dims = (rows, plan.columns) if by_rows else (plan.columns, rows)
+            dims: tuple[int, ...] = (rows, plan.columns) if by_rows else (plan.columns, rows)
+            if plan.apart:
+                dims = (len(plan.parts), plan.columns, plan.parts[0].rows)
             self.weight = np.empty(dims, dtype)
         else:
             blocks = block.num_blocks(plan.columns)
@@ -81,7 +84,10 @@ class Target:
         """
         if self._block is None:
             converted = to_dtype(name, values, self._dtype)
-            if self._by_rows:
+            if self._part_rows is not None:  # rows that are given are of one part
+                part, first = divmod(where.start, self._part_rows)
+                self.weight[part, :, first : first + len(converted)] = converted.T
+            elif self._by_rows:
                 self.weight[where] = converted
             else:
                 self.weight[:, where] = converted.T

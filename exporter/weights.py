@@ -41,7 +41,9 @@ _Rows = tuple[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
 class StoredMatrix:
     """A matrix in the weights file, `y = x @ matrix.T + bias`."""
 
-    weight: TensorRef  # dense [K, N], or [N, K] if `by_rows`; quants uint8 [N, blocks, blob_bytes]
+    # dense [K, N], or [N, K] if `by_rows`, or as `MatrixPlan.apart` says; quants uint8 [N, blocks,
+    # blob_bytes]
+    weight: TensorRef
     rows: int  # N, output features
     columns: int  # K, input features
     block: BlockFormat | None = None  # None: dense

@@ -1,9 +1,10 @@
 """Small graphs that move KV blocks on a device, for caches that the host cannot address.
 
 Caches are those of the paged graph, [num_blocks, block_size, kv_heads, head_size], under its own
-names; a graph that changes them has the outputs of the paged graph too, to be bound to the same
-memory. Content is in canonical order, [n, kv_heads, block_size, head_size] a cache (see
-`providers.base.KVFormat`), under the name of the cache with CONTENT before it.
+names, those of values if there are any; a graph that changes them has the outputs of the paged
+graph too, to be bound to the same memory. Content is in canonical order, [n, kv_heads, block_size,
+head_size] a cache (see `providers.base.KVFormat`), under the name of the cache with CONTENT before
+it.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class CacheShape:
     num_kv_heads: int
     head_size: int
     dtype: int  # onnx.TensorProto.DataType
+    parts: int = 2  # caches of a layer: keys and values, or keys alone
 
 
-def cache_names(num_layers: int) -> Iterator[tuple[str, str]]:
-    """Input and output name of each cache: keys, then values, layer by layer."""
+def cache_names(num_layers: int, parts: int = 2) -> Iterator[tuple[str, str]]:
+    """Input and output name of each cache: keys, then values if any, layer by layer."""
     for layer in range(num_layers):
-        yield contract.past_key(layer), contract.present_key(layer)
-        yield contract.past_value(layer), contract.present_value(layer)
+        yield from contract.cache_names(layer, parts)
 
 
 def zeros_graph(dtype: int, rank: int = 4) -> onnx.ModelProto:
@@ -61,7 +62,7 @@ def read_graph(shape: CacheShape) -> onnx.ModelProto:
     """A graph that gathers BLOCKS of every cache into their contents."""
     g = GraphBuilder("read_blocks")
     g.input(BLOCKS, TensorProto.INT64, ["n"])
-    for past, _ in cache_names(shape.num_layers):
+    for past, _ in cache_names(shape.num_layers, shape.parts):
         cache = _cache(g, past, shape)
         blocks = g.node("Gather", [cache, BLOCKS], axis=0)
         content = g.output(CONTENT + past, shape.dtype, _content_dims(shape))
@@ -73,7 +74,7 @@ def write_graph(shape: CacheShape) -> onnx.ModelProto:
     """A graph that replaces BLOCKS of every cache by their contents."""
     g = GraphBuilder("write_blocks")
     rows = _rows(g, g.input(BLOCKS, TensorProto.INT64, ["n"]))
-    for past, present in cache_names(shape.num_layers):
+    for past, present in cache_names(shape.num_layers, shape.parts):
         cache = _cache(g, past, shape)
         content = g.input(CONTENT + past, shape.dtype, _content_dims(shape))
         blocks = g.node("Transpose", [content], perm=_TO_CANONICAL)
@@ -86,7 +87,7 @@ def copy_graph(shape: CacheShape) -> onnx.ModelProto:
     g = GraphBuilder("copy_blocks")
     sources = g.input(SOURCES, TensorProto.INT64, ["n"])
     rows = _rows(g, g.input(TARGETS, TensorProto.INT64, ["n"]))
-    for past, present in cache_names(shape.num_layers):
+    for past, present in cache_names(shape.num_layers, shape.parts):
         cache = _cache(g, past, shape)
         blocks = g.node("Gather", [cache, sources], axis=0)
         _write(g, shape, (cache, rows, blocks), present)

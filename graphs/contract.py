@@ -107,7 +107,7 @@ def past_key(layer: int) -> str:
 
 
 def past_value(layer: int) -> str:
-    """Value cache input of `layer`, shaped as its key cache."""
+    """Value cache input of `layer`, shaped as its key cache; of latent attention there is none."""
     return f"past_key_values.{layer}.value"
 
 
@@ -119,6 +119,12 @@ def present_key(layer: int) -> str:
 def present_value(layer: int) -> str:
     """Value cache output of `layer`; the paged graph's aliases its input."""
     return f"present.{layer}.value"
+
+
+def cache_names(layer: int, parts: int) -> tuple[tuple[str, str], ...]:
+    """Input and output of each cache of `layer`; `parts` are `ArchSpec.cache_parts`."""
+    key, value = (past_key(layer), present_key(layer)), (past_value(layer), present_value(layer))
+    return (key, value)[:parts]
 
 
 # What MatMulNBits and QMoE may bring their activations to, by their attribute accuracy_level.

@@ -54,7 +54,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swiglu:
-    """What an expert has between its products, see `graphs.spec.ExpertsSpec`.
+    """What an expert has between its products, see `graphs.experts_spec.ExpertsSpec`.
 
     `g * sigmoid(alpha * g) * (u + up_offset)` of `g = min(gate, limit)` and
     `u = min(max(up, -limit), limit)`.
@@ -87,12 +87,15 @@ class Swiglu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How experts are chosen and weighed, see `graphs.spec.ExpertsSpec`."""
+    """How experts are chosen and weighed, see `graphs.experts_spec.ExpertsSpec`."""
 
     per_token: int
     normalized: bool
     sigmoid: bool = False
     correction: str = ""  # float32 [experts], added to scores where they choose; or omitted
+    groups: int | None = None  # None: there are none
+    groups_per_token: int = 1
+    group_best: int = 1
 
 
 _SILU: Final = Swiglu()
@@ -125,8 +128,9 @@ def expert_layer(
         accuracy_level: As of `matmul_nbits`.
         name: Node name.
     """
-    if routing.sigmoid or routing.correction:
-        chosen, total = _route(g, logits, routing, dtype)
+    if routing.sigmoid or routing.correction or routing.groups is not None:
+        axes = (0, 0) if flatten else (0,)
+        chosen, total = _route(g, logits, routing, dtype, (*axes, weights.count))
     elif routing.normalized:
         chosen, total = logits, ""
     else:
@@ -140,8 +144,13 @@ def expert_layer(
     return y if routing.normalized else g.node("Mul", [y, total], name="weighted")
 
 
-def _route(g: GraphBuilder, logits: str, routing: Routing, dtype: int) -> tuple[str, str]:
-    """Logits that stand for the choice and the weights, and the sum of scores that were chosen."""
+def _route(
+    g: GraphBuilder, logits: str, routing: Routing, dtype: int, dims: tuple[int, ...]
+) -> tuple[str, str]:
+    """Logits that stand for the choice and the weights, and the sum of scores that were chosen.
+
+    `dims` are those of the logits, as `ops.reshape` takes them.
+    """
     wide = logits
     if dtype != TensorProto.FLOAT:
         wide = ops.cast(g, logits, TensorProto.FLOAT, "router.wide")
@@ -152,6 +161,8 @@ def _route(g: GraphBuilder, logits: str, routing: Routing, dtype: int) -> tuple[
     ranked = scores
     if routing.correction:
         ranked = g.node("Add", [scores, routing.correction], name="ranked")
+    if routing.groups is not None:
+        ranked = _in_best_groups(g, ranked, routing, routing.groups, dims)
     _, index = g.node("TopK", [ranked, _count(g, routing)], outputs=2, name="largest")
     found = g.node("GatherElements", [scores, index], name="chosen", axis=-1)
     if routing.sigmoid:
@@ -170,6 +181,25 @@ def _route(g: GraphBuilder, logits: str, routing: Routing, dtype: int) -> tuple[
         ops.cast(g, made, dtype, "router.narrow"),
         ops.cast(g, total, dtype, "total.narrow") if total else "",
     )
+
+
+def _in_best_groups(
+    g: GraphBuilder, ranked: str, routing: Routing, groups: int, dims: tuple[int, ...]
+) -> str:
+    """Scores as they are where experts are in groups that are chosen, and far below elsewhere."""
+    *axes, count = dims
+    members = ops.reshape(g, ranked, (*axes, groups, count // groups), "groups")
+    best = g.constant(np.array([routing.group_best], np.int64), "group_best")
+    values, _ = g.node("TopK", [members, best], outputs=2, name="best")
+    totals = g.node("ReduceSum", [values, ops.last_axis(g)], name="group_scores", keepdims=0)
+    chosen = g.constant(np.array([routing.groups_per_token], np.int64), "groups_per_token")
+    largest, index = g.node("TopK", [totals, chosen], outputs=2, name="best_groups")
+    low = g.constant(np.array(LEFT_OUT, np.float32), "left_out")
+    others = g.node("Min", [totals, low], name="other_groups")
+    nothing = g.node("Sub", [largest, largest], name="nothing")
+    added = g.node("ScatterElements", [others, index, nothing], name="of_groups", axis=-1)
+    added = g.node("Unsqueeze", [added, ops.last_axis(g)], name="of_members")
+    return ops.reshape(g, g.node("Add", [members, added], name="in_groups"), dims, "members")
 
 
 def _logarithms(g: GraphBuilder, scores: str, count: int) -> str:

@@ -34,8 +34,11 @@ class AttentionAttributes:
     local_window_size: int | None = None  # tokens that a query sees, its own included
     do_rotary: bool = True
     rotary_interleaved: bool = False
+    # Of PagedAttention alone: attention of latents, of a cache of keys in front of whose rows so
+    # many channels are the values; RoPE begins behind them.
+    v_head_size: int | None = None
 
-    def attributes(self) -> dict[str, int | float | None]:
+    def attributes(self) -> dict[str, int | float | str | None]:
         """The ONNX attributes."""
         return {
             "num_heads": self.num_heads,
@@ -45,6 +48,9 @@ class AttentionAttributes:
             "local_window_size": self.local_window_size,
             "do_rotary": int(self.do_rotary),
             "rotary_interleaved": int(self.rotary_interleaved),
+            "v_head_size": self.v_head_size,
+            "rotary_offset": self.v_head_size,
+            "kv_cache_layout": None if self.v_head_size is None else "LATENT",
         }
 
 
@@ -206,10 +212,8 @@ def gather_block_quantized(
 
 def paged_attention(
     g: GraphBuilder,
-    qkv: str | tuple[str, str, str],
-    key_cache: str,
-    value_cache: str,
-    presents: tuple[str, str],
+    qkv: str | tuple[str, ...],
+    caches: tuple[tuple[str, str], ...],
     *,
     cumulative_sequence_lengths: str,
     past_sequence_lengths: str,
@@ -226,10 +230,9 @@ def paged_attention(
     Args:
         g: The builder.
         qkv: Packed projections [num_tokens, q_size + 2 * kv_size], or three values: queries
-            [num_tokens, q_size], keys and values [num_tokens, kv_size].
-        key_cache: Graph input [num_blocks, block_size, kv_heads, head_size].
-        value_cache: Graph input of the same shape.
-        presents: Names of the updated caches, which are graph outputs.
+            [num_tokens, q_size], keys and values [num_tokens, kv_size]. Of latents the first two.
+        caches: Of keys, and of values but for latents: the graph input [num_blocks, block_size,
+            kv_heads, head_size], and the graph output that it is updated as.
         cumulative_sequence_lengths: int32 [batch + 1].
         past_sequence_lengths: int32 [batch].
         block_table: int32 [batch, max_num_blocks].
@@ -241,7 +244,9 @@ def paged_attention(
             has no value; or omitted.
         name: Node name.
     """
-    inputs = [*_query_key_value(qkv), key_cache, value_cache, cumulative_sequence_lengths]
+    pasts, presents = zip(*caches, strict=True)
+    inputs = [*_filled(*((qkv,) if isinstance(qkv, str) else qkv), count=3)]
+    inputs += [*_filled(*pasts, count=2), cumulative_sequence_lengths]
     inputs += [past_sequence_lengths, block_table, cos, sin]
     inputs += ["", sinks, "", "", "", "", attention_metadata]
     outputs = g.node(
@@ -257,7 +262,7 @@ def paged_attention(
 
 def group_query_attention(
     g: GraphBuilder,
-    qkv: str | tuple[str, str, str],
+    qkv: str | tuple[str, ...],
     key_cache: str,
     value_cache: str,
     presents: tuple[str, str],
@@ -287,7 +292,8 @@ def group_query_attention(
             has no value; or omitted.
         name: Node name.
     """
-    inputs = [*_query_key_value(qkv), key_cache, value_cache]
+    inputs = [*_filled(*((qkv,) if isinstance(qkv, str) else qkv), count=3)]
+    inputs += [key_cache, value_cache]
     inputs += [sequence_lengths_minus_one, total_sequence_length, cos, sin, "", "", sinks]
     outputs = g.node(
         "GroupQueryAttention",
@@ -300,8 +306,9 @@ def group_query_attention(
     return outputs[0]
 
 
-def _query_key_value(qkv: str | tuple[str, str, str]) -> tuple[str, str, str]:
-    return (qkv, "", "") if isinstance(qkv, str) else qkv
+def _filled(*names: str, count: int) -> list[str]:
+    """Names of inputs, with those that are omitted."""
+    return [*names, *[""] * (count - len(names))]
 
 
 def gqa_sequence_lengths(g: GraphBuilder, attention_mask: str) -> tuple[str, str]:

@@ -48,10 +48,12 @@ class PagedAttentionNode:
 
     name: str
     inputs: tuple[str, ...]  # by PagedInput, "" where omitted
-    outputs: tuple[str, str, str]  # attention [num_tokens, q_size], present key, present value
+    # attention [num_tokens, num_heads * v_head_size], present key, present value or ""
+    outputs: tuple[str, str, str]
     num_heads: int
     kv_num_heads: int
     head_size: int
+    v_head_size: int  # leading channels of a row that are its value where the cache is latent
     scale: float | None  # None: 1 / sqrt(head_size)
     softcap: float  # 0: none
     local_window_size: int | None  # tokens a query sees, its own included; None: all
@@ -75,6 +77,11 @@ class PagedAttentionNode:
     def is_packed(self) -> bool:
         """Whether the query input holds keys and values too."""
         return not self.inputs[PagedInput.KEY]
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether there is one cache, in whose rows values lie in front, and one KV head."""
+        return self.kv_cache_layout == "LATENT"
 
     def input(self, position: PagedInput) -> str:
         """The value at an input, "" where omitted."""
@@ -121,7 +128,8 @@ def read_paged_attention(
     """Read one node; `shapes` are those of the graph inputs, which give the head size.
 
     Raises:
-        ArtifactError: An attribute is missing or not understood, or the cache is no graph input
+        ArtifactError: An attribute is missing or not understood, a latent cache has what it cannot
+            have, or the cache is no graph input
             [num_blocks, block_size, kv_heads, head_size] with a fixed head size.
     """
     from onnx import helper
@@ -135,10 +143,12 @@ def read_paged_attention(
         )
     if missing := sorted({"num_heads", "kv_num_heads"} - set(given)):
         raise ArtifactError(f"PagedAttention {node.name!r} lacks {missing}")
-    if len(node.input) > len(PagedInput) or len(node.output) != 3:
+    is_latent = given.get("kv_cache_layout") == "LATENT"
+    num_outputs = 2 if is_latent else 3
+    if len(node.input) > len(PagedInput) or len(node.output) != num_outputs:
         raise ArtifactError(
             f"PagedAttention {node.name!r} has {len(node.input)} inputs and {len(node.output)} "
-            f"outputs; at most {len(PagedInput)} and exactly 3 are understood"
+            f"outputs; at most {len(PagedInput)} and exactly {num_outputs} are understood"
         )
     inputs = (*node.input, *[""] * (len(PagedInput) - len(node.input)))
     shape = shapes.get(inputs[PagedInput.KEY_CACHE], ())
@@ -154,7 +164,9 @@ def read_paged_attention(
             f"the key cache of PagedAttention {node.name!r} has rows of {shape[3]} bytes, which no "
             "head has in int4"
         )
-    if value["v_head_size"] not in (0, head_size):
+    if is_latent:
+        _check_latent(node.name, inputs, value, head_size)
+    elif value["v_head_size"] not in (0, head_size):
         raise ArtifactError(
             f"PagedAttention {node.name!r} has v_head_size {value['v_head_size']} beside head "
             f"size {head_size}; values must be as wide as keys"
@@ -163,10 +175,11 @@ def read_paged_attention(
     return PagedAttentionNode(
         name=node.name,
         inputs=inputs,
-        outputs=(node.output[0], node.output[1], node.output[2]),
+        outputs=(node.output[0], node.output[1], "" if is_latent else node.output[2]),
         num_heads=value["num_heads"],
         kv_num_heads=value["kv_num_heads"],
         head_size=head_size,
+        v_head_size=value["v_head_size"] or head_size,
         scale=value["scale"] or None,
         softcap=value["softcap"],
         local_window_size=window if window > 0 else None,
@@ -181,6 +194,26 @@ def read_paged_attention(
         k_cache_dtype=value["k_cache_dtype"],
         v_cache_dtype=value["v_cache_dtype"],
     )
+
+
+def _check_latent(
+    name: str, inputs: tuple[str, ...], value: Mapping[str, Any], head_size: int
+) -> None:
+    """Hold a node with a latent cache to what the operator's schema says of it."""
+    wrong = {
+        f"kv_num_heads {value['kv_num_heads']}, which must be 1": value["kv_num_heads"] != 1,
+        "no key of its own": not inputs[PagedInput.KEY],
+        "values": bool(inputs[PagedInput.VALUE]),
+        "a cache of values": bool(inputs[PagedInput.VALUE_CACHE]),
+        f"v_head_size {value['v_head_size']} in rows of {head_size}": not (
+            0 <= value["v_head_size"] <= head_size
+        ),
+        "no scale, and values narrower than keys": not value["scale"]
+        and value["v_head_size"] not in (0, head_size),
+    }
+    found = [what for what, is_so in wrong.items() if is_so]
+    if found:
+        raise ArtifactError(f"PagedAttention {name!r} of a LATENT cache has {', '.join(found)}")
 
 
 def rotary_dim(

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs.draft_spec import DraftSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.fields import (
     NONE,
     check_fields,
@@ -25,6 +26,7 @@ from onnxport.graphs.fields import (
     with_nulls,
     without_nulls,
 )
+from onnxport.graphs.latent_spec import LatentSpec
 
 HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
 
@@ -101,63 +103,6 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsSpec:
-    """A feed-forward layer of several, of which each token is given to a few: its experts.
-
-    A router has a logit for each expert, of which scores are made: a softmax over all experts, or
-    the sigmoid of each. A token goes to those with the largest, and what they return is added up by
-    their scores. There may be a feed-forward layer beside them that each token is given to, the
-    shared one; what is said of biases and activations is not said of that.
-
-    Raises ValueError when sizes contradict each other.
-    """
-
-    count: int  # experts of a layer
-    per_token: int  # that a token is given to
-    size: int  # features between an expert's two products
-    normalized: bool  # weights of those that a token is given to add up to 1
-    layers: tuple[bool, ...] | None = None  # which have experts; None: all
-    sigmoid: bool | None = None  # scores are sigmoids of logits; None: their softmax
-    corrected: bool | None = None  # a vector is added to scores where they choose, and only there
-    scale: float | None = None  # of what experts add: `down` is stored times it; None: 1
-    shared_size: int | None = None  # features of the shared layer; None: there is none
-    shared_gated: bool | None = None  # it is multiplied with the sigmoid of a product; None: not
-    biased: bool | None = None  # the router and each expert's two products have biases; None: not
-    alpha: float | None = None  # gates are multiplied with sigmoid(alpha * gate); None: 1
-    up_offset: float | None = None  # what is added to what they are multiplied with then; None: 0
-    limit: float | None = None  # of gates from above, and of up's both sides, first; None: none
-
-    def __post_init__(self) -> None:
-        """Check that the sizes agree."""
-        for name in ("count", "per_token", "size"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} of the experts must be positive, is {value}")
-        require(
-            self.per_token <= self.count,
-            f"a token is given to {self.per_token} experts, of {self.count}",
-        )
-        for name in ("scale", "shared_size", "alpha", "limit"):
-            found = getattr(self, name)
-            require(found is None or found > 0, f"{name} of the experts must be positive: {found}")
-        require(
-            self.shared_size is not None or not self.shared_gated,
-            "shared_gated needs a shared_size, and there is none",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return without_nulls(plain(self), _LATER_OF_EXPERTS)
-
-    @classmethod
-    def from_json(cls, value: Any) -> ExpertsSpec:
-        """Read what `to_json` wrote. Raises ArtifactError for anything else."""
-        schema = _EXPERTS_FIELDS
-        fields = check_fields("experts", with_nulls(value, _LATER_OF_EXPERTS), schema)
-        fields["layers"] = flags("experts.layers", fields["layers"])
-        return construct(cls, "experts", fields)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ArchSpec:
     """A decoder-only transformer. Sizes are elements, `context_length` is tokens.
 
@@ -197,6 +142,8 @@ class ArchSpec:
     attention_sinks: bool | None = None  # a logit a head that takes part of the softmax; None: none
     stream_scale: float | None = None  # what the residual stream is that over; None: 1
     draft: DraftSpec | None = None  # it is a draft head; None: a model
+    # Attention is of latents: `head_size` and `num_kv_heads` are then of what the cache holds.
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -243,8 +190,47 @@ class ArchSpec:
             not self.raw_inputs or self.residual_scale is None,
             "residual_scale needs norms on what layers read, and raw_inputs says there are none",
         )
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
+
+    def _check_latent(self, latent: LatentSpec) -> None:
+        """Check what goes with latent attention."""
+        require(
+            (self.num_kv_heads, self.head_size) == (1, latent.row_size),
+            f"of latent attention a token has one row of {latent.row_size} channels in the cache: "
+            f"num_kv_heads is {self.num_kv_heads} and head_size is {self.head_size}",
+        )
+        require(
+            self.rope.rotary_dim == latent.rope_size and self.rotated_layers is None,
+            f"latent attention rotates {latent.rope_size} channels in every layer, and rotary_dim "
+            f"is {self.rope.rotary_dim}, rotated_layers are {self.rotated_layers}",
+        )
+        require(
+            self.attention_scale is not None,
+            "latent attention needs an attention_scale, for rows are wider than heads",
+        )
+        others = {
+            "qkv_bias": self.qkv_bias,
+            "qk_norm": self.qk_norm,
+            "attention_sinks": self.attention_sinks,
+            "attention_softcap": self.attention_softcap,
+            "sliding_window": any(self.sliding_window),
+            "draft": self.draft,
+        }
+        found = [name for name, one in others.items() if one]
+        require(not found, f"latent attention does not go with {' and '.join(found)}")
+
+    @property
+    def cache_parts(self) -> int:
+        """Caches of a layer: keys and values, or rows of latents alone, that both are made of."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def attended_size(self) -> int:
+        """Width of what the output projection of attention reads."""
+        return self.num_heads * (self.head_size if self.latent is None else self.latent.value_size)
 
     @property
     def q_size(self) -> int:
@@ -317,6 +303,8 @@ class ArchSpec:
             inner["experts"] = self.experts.to_json()
         if self.draft is not None:
             inner["draft"] = plain(self.draft)
+        if self.latent is not None:
+            inner["latent"] = plain(self.latent)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -335,6 +323,8 @@ class ArchSpec:
             fields["experts"] = ExpertsSpec.from_json(fields["experts"])
         if fields["draft"] is not None:
             fields["draft"] = DraftSpec.from_json(fields["draft"])
+        if fields["latent"] is not None:
+            fields["latent"] = LatentSpec.from_json(fields["latent"])
         return construct(cls, "model", fields)
 
 
@@ -391,24 +381,13 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "attention_sinks": (bool, NONE),
     "stream_scale": (float, NONE),
     "draft": (dict, NONE),
-}
-_EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
-    **dict.fromkeys(("count", "per_token", "size"), (int,)),
-    "normalized": (bool,),
-    "layers": (list, NONE),
-    **dict.fromkeys(("sigmoid", "corrected", "shared_gated", "biased"), (bool, NONE)),
-    **dict.fromkeys(("scale", "alpha", "up_offset", "limit"), (float, NONE)),
-    "shared_size": (int, NONE),
+    "latent": (dict, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
-    *("experts", "attention_sinks", "stream_scale", "draft"),
+    *("experts", "attention_sinks", "stream_scale", "draft", "latent"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
-_LATER_OF_EXPERTS: Final = (
-    *("layers", "sigmoid", "corrected", "scale", "shared_size", "shared_gated"),
-    *("biased", "alpha", "up_offset", "limit"),
-)

@@ -14,17 +14,17 @@ The header has exactly these members:
 
     model          string: what the weights are, `providers.base.KVFormat.model`
     unit_tokens    integer: tokens of one unit
-    shape          [num_layers, 2, num_kv_heads, unit_tokens, head_size]
+    shape          [num_layers, parts, num_kv_heads, unit_tokens, head_size]
     dtype          "float32", "float16", "bfloat16", "int8", "int4" or "int64"
     key            64 lower-case hex digits: the SHA-256 chain over all tokens up to the unit's end
     content_bytes  integer: N, which is the product of `shape` without its last number times the
                    bytes of a row, a token's key or value in one head: `onnxport.cache_rows`
 
-The content is the array of that shape in C order: keys, after RoPE, then values, elements
-little-endian; of int8 and int4 it is rows with their scales. This writer pads the header so that
-the content starts at a multiple of 64 bytes, where it can be mapped into memory as it is; a reader
-must not rely on that. It writes finite numbers alone, and its reader checks that, for earlier
-builds wrote others, too.
+The content is the array of that shape in C order: keys, after RoPE, then values, or where parts are
+1 the rows that both are made of; elements little-endian; of int8 and int4 it is rows with their
+scales. This writer pads the header so that the content starts at a multiple of 64 bytes, where it
+can be mapped into memory as it is; a reader must not rely on that. It writes finite numbers alone,
+and its reader checks that, for earlier builds wrote others, too.
 
 Every future version keeps the magic, the version and the checksum in these places, so a reader
 can tell a damaged file from one that it does not know.
@@ -73,9 +73,9 @@ class ForeignFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The K/V of one unit."""
+    """The K/V of one unit, in C order."""
 
-    content: bytes  # [num_layers, 2, num_kv_heads, unit_tokens, elements of a row], C order
+    content: bytes  # [num_layers, parts, num_kv_heads, unit_tokens, elements of a row]
     dtype: str  # of its elements
 
 
@@ -96,9 +96,10 @@ class DiskFormat:
     # Of each layer of the model, its group and its place, as in KVFormat: blocks of the same tokens
     # are something else with others, so their files are, too.
     places: tuple[tuple[int, int], ...] = ()
+    parts: int = 2  # keys and values, or rows of latents alone
 
     def __post_init__(self) -> None:
-        for name in ("unit_tokens", "num_layers", "num_kv_heads", "head_size"):
+        for name in ("unit_tokens", "num_layers", "parts", "num_kv_heads", "head_size"):
             value = getattr(self, name)
             if value < 1:
                 raise OnnxportError(f"{name} of the K/V on disk is {value}; it must be at least 1")
@@ -120,8 +121,11 @@ class DiskFormat:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """The shape of a content: [num_layers, 2, num_kv_heads, unit_tokens, head_size]."""
-        return (self.num_layers, 2, self.num_kv_heads, self.unit_tokens, self.head_size)
+        """The shape of a content: [num_layers, parts, num_kv_heads, unit_tokens, head_size]."""
+        return (
+            *(self.num_layers, self.parts, self.num_kv_heads),
+            *(self.unit_tokens, self.head_size),
+        )
 
     @property
     def readable_dtypes(self) -> tuple[str, ...]:

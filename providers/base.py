@@ -226,8 +226,9 @@ class KVFormat:
     """What K/V blocks are, apart from the provider that holds them.
 
     In the canonical form, which all providers read and write, a block of `block_size` tokens is an
-    array [num_layers, 2, num_kv_heads, block_size, elements] of `dtype`: keys, after RoPE, then
+    array [num_layers, parts, num_kv_heads, block_size, elements] of `dtype`: keys, after RoPE, then
     values, in rows that `onnxport.cache_rows` describes; of floats they are head_size numbers.
+    Where attention is of latents (`graphs.latent_spec`) their rows are all that there is.
     Blocks of one model can therefore move between providers: `providers.rows.convert`.
     """
 
@@ -239,6 +240,7 @@ class KVFormat:
     # Of each layer of the model, its group and its place in that group's blocks, where there are
     # several groups (`Capabilities.windows`); (): one, of all layers in their order.
     places: tuple[tuple[int, int], ...] = ()
+    parts: int = 2  # keys and values; 1: rows that both are made of
 
     @classmethod
     def of(cls, artifact: Artifact, dtype: str, groups: LayerGroups | None = None) -> KVFormat:
@@ -254,7 +256,8 @@ class KVFormat:
         places: tuple[tuple[int, int], ...] = ()
         if groups is not None and len(groups.windows) > 1:
             layers, places = groups.num_places, groups.places
-        return cls(fingerprint, layers, spec.num_kv_heads, spec.head_size, dtype, places)
+        sizes = (layers, spec.num_kv_heads, spec.head_size)
+        return cls(fingerprint, *sizes, dtype, places, spec.cache_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +380,8 @@ class Model(Protocol):
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
         """Return the blocks in canonical form, in memory of its own.
 
-        The shape is [len(blocks), num_layers, 2, num_kv_heads, block_size, elements], the dtype
-        that of `KVFormat`. Raises ProviderError when the device fails.
+        The shape is [len(blocks), num_layers, parts, num_kv_heads, block_size, elements], the
+        dtype that of `KVFormat`. Raises ProviderError when the device fails.
         """
         ...
 

@@ -169,17 +169,15 @@ def _graph(kind: int, case: _Case) -> onnx.ModelProto:
     metadata = g.input(contract.ATTENTION_METADATA, int32, [3])
     dims: list[int | str] = [contract.NUM_BLOCKS, contract.BLOCK_SIZE]
     dims += [case.num_kv_heads, case.head_size]
-    key, value = (g.input(name(0), kind, dims) for name in (contract.past_key, contract.past_value))
+    caches = tuple(
+        (g.input(name, kind, dims), g.output(present, kind, dims))
+        for name, present in contract.cache_names(0, 2)
+    )
     sinks = np.zeros(case.num_heads, numpy_dtype(kind))
     attention = ops.paged_attention(
         g,
         ops.cast(g, qkv, kind),
-        key,
-        value,
-        (
-            g.output(contract.present_key(0), kind, dims),
-            g.output(contract.present_value(0), kind, dims),
-        ),
+        caches,
         cumulative_sequence_lengths=lengths,
         past_sequence_lengths=past,
         block_table=table,

@@ -86,14 +86,14 @@ class HostBlocks:
 
     def __init__(
         self,
-        caches: Sequence[tuple[NDArray[np.generic], NDArray[np.generic]]],
+        caches: Sequence[tuple[NDArray[np.generic], ...]],
         layout: CacheLayout,
     ) -> None:
         """View the caches.
 
         Args:
-            caches: the key and the value cache of each layer, C-contiguous, in one dtype and of
-                one shape [num_blocks, block_size, kv_heads, head_size].
+            caches: the key and the value cache of each layer, or the key cache alone, C-contiguous,
+                in one dtype and of one shape [num_blocks, block_size, kv_heads, head_size].
             layout: how the device fills them.
         """
         shape, self._dtype = caches[0][0].shape, caches[0][0].dtype
@@ -101,11 +101,13 @@ class HostBlocks:
             assert (cache.shape, cache.dtype) == (shape, self._dtype), "caches that differ"
             assert cache.flags.c_contiguous, "a layout would copy this cache"
         self._num_blocks, block_size, kv_heads, head_size = shape
-        self._block_shape = (len(caches), 2, kv_heads, block_size, head_size)
+        parts = len(caches[0])
+        self._block_shape = (len(caches), parts, kv_heads, block_size, head_size)
+        views = (layout.key, layout.value)[:parts]
         self._views = [
             (layer, part, view(cache))
-            for layer, pair in enumerate(caches)
-            for part, (view, cache) in enumerate(zip((layout.key, layout.value), pair, strict=True))
+            for layer, own in enumerate(caches)
+            for part, (view, cache) in enumerate(zip(views, own, strict=True))
         ]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -155,7 +157,7 @@ class CodedBlocks:
 
     def __init__(
         self,
-        caches: Sequence[tuple[NDArray[Any], NDArray[Any]]],
+        caches: Sequence[tuple[NDArray[Any], ...]],
         block_shape: tuple[int, int, int],
         key: CacheCodec,
         value: CacheCodec,
@@ -164,7 +166,8 @@ class CodedBlocks:
         """View the caches.
 
         Args:
-            caches: the key and the value cache of each layer, [num_blocks, …].
+            caches: the key and the value cache of each layer, or the key cache alone,
+                [num_blocks, …].
             block_shape: of a canonical block in one layer: kv_heads, block_size, elements of a row.
             key: of the key caches.
             value: of the value caches.
@@ -172,11 +175,12 @@ class CodedBlocks:
         """
         self._dtype = np.dtype(dtype)
         self._num_blocks = len(caches[0][0])
-        self._block_shape = (len(caches), 2, *block_shape)
+        parts = len(caches[0])
+        self._block_shape = (len(caches), parts, *block_shape)
         self._parts = [
             (layer, part, cache, codec)
-            for layer, pair in enumerate(caches)
-            for part, (cache, codec) in enumerate(zip(pair, (key, value), strict=True))
+            for layer, own in enumerate(caches)
+            for part, (cache, codec) in enumerate(zip(own, (key, value)[:parts], strict=True))
         ]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ import onnx
 from numpy.typing import NDArray
 
 from onnxport.graphs import block_transfers as graphs
+from onnxport.graphs import contract
 from onnxport.graphs.block_transfers import CacheShape
 from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.tensors import numpy_dtype
@@ -42,7 +44,7 @@ class DeviceBlocks:
         """Start the graphs.
 
         Args:
-            caches: keys and values of each layer of a block, of `num_blocks` blocks at least.
+            caches: of each layer of a block in turn, of `num_blocks` blocks at least.
             shape: what they are.
             num_blocks: of the pool; there is a block more where `group` is given.
             target: the execution provider that holds them.
@@ -50,13 +52,15 @@ class DeviceBlocks:
                 shape; None: as many as MOST_BYTES hold.
         """
         self._caches = caches
-        self._shape = shape
+        self._block_shape = (
+            *(shape.num_layers, shape.parts, shape.num_kv_heads),
+            *(int(caches[0].value.shape()[1]), shape.head_size),
+        )
         self._num_blocks = num_blocks
         self._group = group
         self._dtype = numpy_dtype(shape.dtype)
-        self._block_size = int(caches[0].value.shape()[1])
-        numbers = 2 * shape.num_layers * shape.num_kv_heads * self._block_size * shape.head_size
-        self._most_blocks = max(1, MOST_BYTES // (numbers * self._dtype.itemsize))
+        block_bytes = math.prod(self._block_shape) * self._dtype.itemsize
+        self._most_blocks = max(1, MOST_BYTES // block_bytes)
         self._read, self._write, self._copy = (
             start_session(model.SerializeToString(), None, quiet_options(), target)
             for model in (
@@ -81,13 +85,8 @@ class DeviceBlocks:
     def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
         """See `providers.base.Model.read_blocks`. A block may be read twice."""
         at = self._ids(blocks)
-        layers, heads, width = (
-            self._shape.num_layers,
-            self._shape.num_kv_heads,
-            self._shape.head_size,
-        )
-        content = np.empty((len(at), layers, 2, heads, self._block_size, width), self._dtype)
-        flat = content.reshape(len(at), 2 * layers, heads, self._block_size, width)
+        content = np.empty((len(at), *self._block_shape), self._dtype)
+        flat = content.reshape(len(at), len(self._caches), *self._block_shape[2:])
         for start, count in self._groups(len(at)):
             ids = self._padded(at[start : start + count])
             outputs = {
@@ -104,18 +103,10 @@ class DeviceBlocks:
     def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
         """See `providers.base.Model.write_blocks`."""
         to = self._ids(blocks, distinct=True)
-        shape = self._shape
-        wanted = (
-            len(to),
-            shape.num_layers,
-            2,
-            shape.num_kv_heads,
-            self._block_size,
-            shape.head_size,
-        )
+        wanted = (len(to), *self._block_shape)
         assert content.shape == wanted, f"content of shape {content.shape}, not {wanted}"
         assert content.dtype == self._dtype, f"content of {content.dtype}, not {self._dtype}"
-        flat = content.reshape(len(to), 2 * shape.num_layers, *content.shape[3:])
+        flat = content.reshape(len(to), len(self._caches), *self._block_shape[2:])
         for start, count in self._groups(len(to)):
             ids = self._padded(to[start : start + count])
             inputs: dict[str, NDArray[Any]] = {graphs.BLOCKS: ids}
@@ -170,7 +161,7 @@ def device_caches(
     )
     dims = np.array([num_blocks, block_size, shape.num_kv_heads, shape.head_size], np.int64)
     caches = []
-    for past, present in graphs.cache_names(shape.num_layers):
+    for past, present in graphs.cache_names(shape.num_layers, shape.parts):
         binding = session.io_binding()
         binding.bind_cpu_input(graphs.SHAPE, dims)
         binding.bind_output(graphs.ZEROS, target.memory, target.device_id)
@@ -186,11 +177,12 @@ def layer_caches(caches: Sequence[CacheTensor], groups: LayerGroups) -> list[Cac
         caches: as `device_caches` makes them, of `groups.num_places` layers.
         groups: of the layers.
     """
-    names = list(graphs.cache_names(len(groups.places)))
+    parts = len(caches) // groups.num_places
+    names = list(graphs.cache_names(len(groups.places), parts))
     return [
-        CacheTensor(*names[2 * layer + which], caches[2 * place + which].value)
+        CacheTensor(*names[parts * layer + which], caches[parts * place + which].value)
         for layer, (_, place) in enumerate(groups.places)
-        for which in range(2)
+        for which in range(parts)
     ]
 
 
@@ -199,4 +191,5 @@ def cache_shape(model: onnx.ModelProto, num_layers: int) -> CacheShape:
     first = next(graphs.cache_names(num_layers))[0]
     info = next(info for info in model.graph.input if info.name == first)
     kv_heads, head_size = (dim.dim_value for dim in info.type.tensor_type.shape.dim[2:])
-    return CacheShape(num_layers, kv_heads, head_size, info.type.tensor_type.elem_type)
+    parts = 2 if contract.past_value(0) in {info.name for info in model.graph.input} else 1
+    return CacheShape(num_layers, kv_heads, head_size, info.type.tensor_type.elem_type, parts)

@@ -37,6 +37,7 @@ from onnxport.providers.behind_windows import reads_behind_windows
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_lora import DeviceLora
 from onnxport.providers.int8_experts import int8_experts
+from onnxport.providers.latents import refuse_latent_adapters
 from onnxport.providers.layer_groups import layer_groups
 from onnxport.providers.ort import Target
 from onnxport.providers.pool import check_made
@@ -168,6 +169,7 @@ class DeviceLowering:
         """How adapters are computed; None: there are none."""
         if not self.options.max_adapters:
             return None
+        refuse_latent_adapters(self._artifact, self.options)
         spec = self._artifact.manifest.model
         return DeviceLora(
             lora_products(self._retyped.model, spec),

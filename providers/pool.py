@@ -76,7 +76,8 @@ def plan_pool(
         )
     groups = groups or LayerGroups.single(spec.num_layers)
     num_groups, num_places = len(groups.windows), groups.num_places
-    place_bytes = round(2 * num_places * spec.num_kv_heads * spec.head_size * item_bytes)
+    parts = spec.cache_parts
+    place_bytes = round(parts * num_places * spec.num_kv_heads * spec.head_size * item_bytes)
     token_bytes = num_groups * place_bytes
     left = None if free_bytes is None else max(0, free_bytes - weight_bytes)
     pool_bytes, asked = _asked(options, left, longest, token_bytes)
@@ -85,7 +86,7 @@ def plan_pool(
     if options.kv_cache_tokens is not None:
         num_blocks -= num_blocks % num_groups  # whole columns
     if buffer_bytes is not None:
-        most = buffer_bytes * 2 * num_places // block_bytes
+        most = buffer_bytes * parts * num_places // block_bytes
         if most < num_blocks and _is_exact(options):
             raise CapacityError(
                 f"the KV cache does not fit: {asked}, and the device's buffers hold up to "
@@ -100,8 +101,8 @@ def plan_pool(
             layers, smallest = f"{num_groups} groups of {layers}", f"{smallest} for each group"
         raise CapacityError(
             f"the KV cache does not fit: {asked}, and {there}. A token "
-            f"takes 2 x {layers} x {spec.num_kv_heads} KV heads x {spec.head_size} channels x "
-            f"{item_bytes} bytes = {token_bytes} bytes, and the smallest cache is {smallest}, "
+            f"takes {parts} x {layers} x {spec.num_kv_heads} KV heads x {spec.head_size} channels "
+            f"x {item_bytes} bytes = {token_bytes} bytes, and the smallest cache is {smallest}, "
             f"{_size(num_groups * block_bytes)}. Ask for another kv_cache_tokens or kv_memory, "
             "free memory, or export at a lower precision."
         )
@@ -186,11 +187,13 @@ def least_bytes(artifact: Artifact) -> int:
 def converted_bytes(artifact: Artifact) -> int:
     """What projections of 16 bits take as float32, at least; 0 where there are none.
 
-    Experts may stay as they are.
+    Experts may stay as they are, and attention of latents is not counted.
     """
     spec = artifact.manifest.model
     if artifact.manifest.precision != "fp16" or spec.experts is not None:
         return 0
+    if spec.latent is not None:
+        return 12 * spec.num_layers * spec.hidden_size * spec.intermediate_size
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
     return 4 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
 

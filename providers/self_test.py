@@ -172,10 +172,9 @@ def _graph(kind: int, tried: Tried) -> onnx.ModelProto:
     metadata = g.input(contract.ATTENTION_METADATA, int32, [3])
     dims: list[int | str] = [contract.NUM_BLOCKS, contract.BLOCK_SIZE]
     dims += [tried.num_kv_heads, tried.head_size]
-    key, value = (g.input(name(0), kind, dims) for name in (contract.past_key, contract.past_value))
-    presents = (
-        g.output(contract.present_key(0), kind, dims),
-        g.output(contract.present_value(0), kind, dims),
+    caches = tuple(
+        (g.input(past, kind, dims), g.output(present, kind, dims))
+        for past, present in contract.cache_names(0, 2)
     )
     typed = numpy_dtype(kind)
     positions = np.arange(max(new + past for rows in tried.steps for new, past in rows))
@@ -184,9 +183,7 @@ def _graph(kind: int, tried: Tried) -> onnx.ModelProto:
     attention = ops.paged_attention(
         g,
         ops.cast(g, qkv, kind),
-        key,
-        value,
-        presents,
+        caches,
         cumulative_sequence_lengths=lengths,
         past_sequence_lengths=past,
         block_table=table,

@@ -294,7 +294,7 @@ class Offloader:
 
         Args:
             blocks: of the pool.
-            units: of each block, [num_layers, 2, num_kv_heads, unit, elements of a row] each.
+            units: of each block, [num_layers, parts, num_kv_heads, unit, elements of a row] each.
             read_s: what it took to read them.
         """
         start = self._clock()
@@ -323,10 +323,10 @@ class Offloader:
         except ProviderError as error:
             self._report("saving", error)
             return
-        num, layers, two, heads, size, width = content.shape
-        parts = content.reshape(num, layers, two, heads, size // self._unit, self._unit, width)
+        num, layers, parts, heads, size, width = content.shape
+        cut = content.reshape(num, layers, parts, heads, size // self._unit, self._unit, width)
         sound = are_finite(content).tolist()
-        for one, units, is_sound in zip(evictions, np.moveaxis(parts, 4, 1), sound, strict=True):
+        for one, units, is_sound in zip(evictions, np.moveaxis(cut, 4, 1), sound, strict=True):
             if is_sound:
                 yield stored_keys(one.keys, one.group), [unit.tobytes() for unit in units]
         self.costs.note_move(self._clock() - start, num)
@@ -339,10 +339,10 @@ class Offloader:
                 yield from zip(keys, units, strict=True)
 
     def _array(self, content: bytes, dtype: str) -> NDArray[np.generic]:
-        """Return a unit as an array [num_layers, 2, num_kv_heads, unit, elements of a row]."""
+        """Return a unit as an array [num_layers, parts, num_kv_heads, unit, elements of a row]."""
         format_ = self._model.capabilities.kv_format
         array = np.frombuffer(content, element_type(dtype))
-        shape = (format_.num_layers, 2, format_.num_kv_heads, self._unit, -1)
+        shape = (format_.num_layers, format_.parts, format_.num_kv_heads, self._unit, -1)
         return convert(array.reshape(shape), self._dtype)
 
     def _report(self, what: str, error: ProviderError) -> None:
@@ -376,6 +376,7 @@ def disk_format(limits: Capabilities) -> DiskFormat:
         head_size=format_.head_size,
         dtype=format_.dtype,
         places=format_.places,
+        parts=format_.parts,
     )
 
 

@@ -7,12 +7,15 @@ from typing import Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
+    deepseek_v2,
+    deepseek_v3,
     dots1,
     ernie4_5,
     gemma2,
     gemma3,
     glm,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     helium,
@@ -35,6 +38,8 @@ from onnxport.exporter.families import (
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    deepseek_v2.FAMILY,
+    deepseek_v3.FAMILY,
     dots1.FAMILY,
     ernie4_5.FAMILY,
     ernie4_5.WITH_EXPERTS,
@@ -43,6 +48,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     gemma3.WITH_IMAGES,
     glm.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
     granite.WITH_EXPERTS,
@@ -76,7 +82,7 @@ def find_family(config: Config) -> Family:
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:
         if family.architecture in config.architectures:
-            if model_type not in (None, family.name):
+            if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(
                     f"{config.path} names the architecture {family.architecture} and the "
                     f"model_type {model_type}, which is another model's; correct one of them."

@@ -25,6 +25,16 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
+    # Of latent attention: what reads the layer's input, of which the first makes queries by itself
+    # or what queries are made of; the norms of what they give; and what makes queries, or keys and
+    # values of each head, of that.
+    latent_q: str = "self_attn.q_proj"
+    latent_q_a: str = "self_attn.q_a_proj"
+    latent_q_norm: str = "self_attn.q_a_layernorm.weight"
+    latent_q_b: str = "self_attn.q_b_proj"
+    latent_kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    latent_kv_norm: str = "self_attn.kv_a_layernorm.weight"
+    latent_kv_b: str = "self_attn.kv_b_proj"
     o: tuple[str, ...] = ("self_attn.o_proj",)
     post_norm: str = "post_attention_layernorm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -69,6 +79,7 @@ class Family:
     """One model family."""
 
     name: str  # transformers' model_type
+    other_types: tuple[str, ...] = ()  # what else its checkpoints may have for that
     architecture: str  # transformers' class
     spec: Callable[[Config, int | None], ArchSpec]  # (config, context length or None)
     tensors: TensorNames = TensorNames()

@@ -25,6 +25,8 @@ node of a layer on the device; the few copies to it do not grow with the layers,
 copied back before the results. Outputs agreed with NumPy to 4e-6 on 40 random cases.
 
 What a pool holds where a sequence has no key may be anything, NaN too: it is chosen away.
+
+Of a latent cache rows are written and gathered once: values are their leading channels.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ def decompose(
             tokens. Any length of it gives the same results; the longest chunk's is the fastest.
 
     Raises:
-        ArtifactError: A node uses what this rewrite does not cover, a latent or a quantized cache,
-            or a slot mapping where shapes bound it; or its types are unknown.
+        ArtifactError: A node uses what this rewrite does not cover, a quantized cache, or a slot
+            mapping where shapes bound it; or its types are unknown.
     """
     assert bounds in get_args(Bounds), bounds
     layers = {node.outputs[0]: node for node in attention_nodes(model)}
@@ -161,7 +163,10 @@ class _Rewriter:
         if layer.do_rotary:
             query, key = self._rotate(layer, plan, query), self._rotate(layer, plan, key)
         keys = self._update(layer, plan, key, PagedInput.KEY_CACHE, dtype, cache_dtype)
-        values = self._update(layer, plan, value, PagedInput.VALUE_CACHE, dtype, cache_dtype)
+        if value is None:
+            values = self._leading(layer, keys)
+        else:
+            values = self._update(layer, plan, value, PagedInput.VALUE_CACHE, dtype, cache_dtype)
         self._attend(layer, plan, dtype, (query, keys, values))
 
     def _plan(self, layer: PagedAttentionNode) -> PagedPlan:
@@ -176,9 +181,12 @@ class _Rewriter:
                 self.plans[key] = PagedPlan(self._g, layer, self._tile_tokens, self._query_tile)
         return self.plans[key]
 
-    def _split_heads(self, layer: PagedAttentionNode) -> tuple[str, str, str]:
-        """Query [T, heads, head_size], key and value [T, kv_heads, head_size]."""
+    def _split_heads(self, layer: PagedAttentionNode) -> tuple[str, str, str | None]:
+        """Query [T, heads, head_size], key and value, if any, [T, kv_heads, head_size]."""
         g, heads, kv_heads, size = self._g, layer.num_heads, layer.kv_num_heads, layer.head_size
+        if layer.is_latent:
+            query = ops.reshape(g, layer.input(PagedInput.QUERY), [-1, heads, size])
+            return query, ops.reshape(g, layer.input(PagedInput.KEY), [-1, kv_heads, size]), None
         if not layer.is_packed:
             inputs = layer.inputs[PagedInput.QUERY : PagedInput.VALUE + 1]
             shapes = ([-1, heads, size], [-1, kv_heads, size], [-1, kv_heads, size])
@@ -276,6 +284,15 @@ class _Rewriter:
         shape = plan.kv_shape(layer.kv_num_heads, layer.head_size)
         return g.node("Reshape", [blocks, shape])
 
+    def _leading(self, layer: PagedAttentionNode, keys: str) -> str:
+        """The values that lie in front of latent rows, [tiles, kv_len, 1, v_head_size]."""
+        if layer.v_head_size == layer.head_size:
+            return keys
+        widths = [layer.v_head_size, layer.head_size - layer.v_head_size]
+        sizes = self._g.constant(np.array(widths, np.int64), "widths")
+        values, _ = self._g.node("Split", [keys, sizes], outputs=2, axis=-1)
+        return values
+
     def _attend(
         self,
         layer: PagedAttentionNode,
@@ -310,10 +327,10 @@ class _Rewriter:
             "Where", [plan.own(layer.local_window_size), values, self._scalar(0, dtype)]
         )
         rows = g.node("Transpose", [values], perm=[0, 2, 1, 3])
-        mixed = g.node("MatMul", [weights, rows])  # [tiles, kv_heads, group * tile, size]
-        mixed = g.node("Reshape", [mixed, plan.tile_shape(heads, size)])
+        mixed = g.node("MatMul", [weights, rows])  # [tiles, kv_heads, group * tile, v_head_size]
+        mixed = g.node("Reshape", [mixed, plan.tile_shape(heads, layer.v_head_size)])
         mixed = g.node("Transpose", [mixed], perm=[0, 2, 1, 3])
-        mixed = ops.reshape(g, mixed, [-1, heads * size])
+        mixed = ops.reshape(g, mixed, [-1, heads * layer.v_head_size])
         g.node("Gather", [mixed, plan.token_rows], outputs=[layer.outputs[0]], axis=0)
 
     def _softmax(self, layer: PagedAttentionNode, plan: PagedPlan, scores: str) -> str:
@@ -336,7 +353,7 @@ def _refuse(layer: PagedAttentionNode, *, maps_slots: bool) -> None:
     """Raise for what the rewrite does not cover, naming all of it."""
     mapping = layer.input(PagedInput.SLOT_MAPPING)
     checks: Mapping[str, Any] = {
-        f"a {layer.kv_cache_layout} cache": layer.kv_cache_layout != "SEPARATE",
+        f"a {layer.kv_cache_layout} cache": layer.kv_cache_layout not in ("SEPARATE", "LATENT"),
         f"a cache of {layer.k_cache_dtype}": layer.k_cache_dtype in ("int4", "float4e2m1"),
         f"a cache quantized {layer.k_quant_type}": layer.is_quantized,
         "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),

@@ -84,6 +84,8 @@ def _violations(
         ("a KV cache", PagedInput.KEY_CACHE, limits.cache_dtypes),
         ("a KV cache", PagedInput.VALUE_CACHE, limits.cache_dtypes),
     ):
+        if position == PagedInput.VALUE_CACHE and layer.is_latent:
+            continue
         kind = types.get(layer.input(position))
         name = "an unknown type" if kind is None else TensorProto.DataType.Name(kind).lower()
         name = "float32" if name == "float" else name
@@ -94,13 +96,18 @@ def _violations(
             f"head size {layer.head_size}, allowed are multiples of {limits.head_size_multiple} "
             f"up to {limits.max_head_size}"
         )
+    if layer.v_head_size % limits.head_size_multiple:
+        yield (
+            f"values of {layer.v_head_size} channels, allowed are multiples of "
+            f"{limits.head_size_multiple}"
+        )
     multiple = limits.rotary_multiple
     if layer.do_rotary and (layer.head_size % multiple or (rotary or 0) % multiple):
         yield (
             f"RoPE of {rotary} of {layer.head_size} channels, allowed are multiples of {multiple} "
             "for both"
         )
-    latent = layer.kv_cache_layout != "SEPARATE" or layer.rotary_offset != 0
+    latent = layer.is_latent or layer.rotary_offset != 0
     for used, allowed_here, what in (
         (layer.softcap != 0, limits.softcap, "softcap"),
         (layer.local_window_size is not None, limits.local_window, "a sliding window"),

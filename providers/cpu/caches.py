@@ -3,7 +3,8 @@
 Our kernel stores float32, float16, bfloat16, int8 or int4, tiled; the decomposed graph float32, as
 the graph contract lays it out. Where the processor multiplies pairs of bfloat16, and products may
 be less precise than float32 anyway, a bfloat16 cache lies in pairs. What float16 cannot hold
-becomes the largest number that it can, on every way into a cache. An int8 cache has a float32 scale
+becomes the largest number that it can, on every way into a cache. Rows of latents, which are keys
+and values in one (`graphs.latent_spec`), lie in their order, in float32, float16, bfloat16 or int8. An int8 cache has a float32 scale
 for each token and KV head, of keys and of values: a 127th of the largest magnitude, so that nothing
 has to be calibrated and nothing is clipped. An int4 cache has what an int8 cache would have, in
 steps of its own for each 32 channels. The bytes of a token depend on that token alone.
@@ -32,8 +33,10 @@ from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.pool import PoolPlan
 from onnxport.providers.transfers import Blocks
 
-Layout = Literal["plain", "tiled", "paired"]  # see csrc/attention.h; plain is the contract's
-CachePair = tuple[NDArray[Any], NDArray[Any]]  # of one layer: key, value
+# See csrc/attention.h. Plain is the contract's, for the decomposed graph; rows are as plain, for a
+# kernel that makes tiles of latents, and so they lie where it makes pairs.
+Layout = Literal["plain", "tiled", "paired", "rows"]
+LayerCaches = tuple[NDArray[Any], ...]  # of one layer: key and value, or key alone
 TILE: Final = 16  # tokens that lie side by side, so that one register holds a channel of them
 # Of each layer's keys and values, what has small pages. A first prompt would make dozens of huge
 # ones, of which it uses some per cent: a tenth of a second, and 100 MB.
@@ -49,41 +52,44 @@ CACHE_DTYPES: Final[dict[str, Any]] = {
 }
 
 
-def supported_dtypes(*, custom: bool) -> tuple[str, ...]:
-    """What the caches of our kernel, or of the decomposed graph, may hold."""
-    return tuple(CACHE_DTYPES) if custom else ("float32",)
+def supported_dtypes(*, custom: bool, latent: bool = False) -> tuple[str, ...]:
+    """What the caches of our kernel, or of the decomposed graph, may hold; latents are not int4."""
+    if not custom:
+        return ("float32",)
+    return tuple(dtype for dtype in CACHE_DTYPES if not latent or dtype != INT4)
 
 
 def allocate(
     spec: ArchSpec, num_places: int, pool: PoolPlan, dtype: str, layout: Layout
-) -> tuple[list[CachePair], Blocks]:
+) -> tuple[list[LayerCaches], Blocks]:
     """Zeroed caches of the layers that a block has room for, and what moves their blocks."""
     kind = CACHE_DTYPES[dtype]
     elements = row_elements(dtype, spec.head_size)
     shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, elements)
-    pairs = [
-        (
-            huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES),
-            huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES),
+    caches: list[LayerCaches] = [
+        tuple(
+            huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES) for _ in range(spec.cache_parts)
         )
         for _ in range(num_places)
     ]
+    if spec.latent is not None:
+        return caches, HostBlocks(caches, plain_layout())
     if dtype in INTEGERS:
-        return pairs, packed_blocks(pairs, dtype, spec.head_size)
+        return caches, packed_blocks(caches, dtype, spec.head_size)
     layouts = {"plain": plain_layout(), "tiled": tiled_layout(TILE), "paired": paired_layout(TILE)}
-    return pairs, HostBlocks(pairs, layouts[layout])
+    return caches, HostBlocks(caches, layouts[layout])
 
 
-def packed_blocks(pairs: Sequence[CachePair], dtype: str, head_size: int) -> CodedBlocks:
+def packed_blocks(caches: Sequence[LayerCaches], dtype: str, head_size: int) -> CodedBlocks:
     """The transfers of caches of integers, [num_blocks, block_size, kv_heads, elements of a row].
 
     Their canonical rows are what the caches hold, bytes in another order, so that moving a block
     there and back changes nothing.
     """
-    _, block_size, kv_heads, elements = pairs[0][0].shape
+    _, block_size, kv_heads, elements = caches[0][0].shape
     key, value = (_codec(tile_order(dtype, head_size, is_key=of_key)) for of_key in (True, False))
     shape = (kv_heads, block_size, elements)
-    return CodedBlocks(pairs, shape, key, value, CACHE_DTYPES[dtype])
+    return CodedBlocks(caches, shape, key, value, CACHE_DTYPES[dtype])
 
 
 def tile_order(dtype: str, head_size: int, *, is_key: bool) -> NDArray[np.intp]:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from onnxport.errors import OptionError, ProviderError
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu.caches import TILE, Layout, supported_dtypes
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPE = "float32"  # of activations
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of the kernel
+MAX_LATENT_SIZE, LATENT_MULTIPLE = 1024, TILE  # of its rows of latents
 BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
 NO_KERNEL = (
     "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
@@ -32,7 +34,7 @@ def check(options: LoadOptions) -> None:
     refuse_device_options("cpu", options)
 
 
-def choose_kernel(options: LoadOptions, head_size: int) -> Path | None:
+def choose_kernel(options: LoadOptions, spec: ArchSpec) -> Path | None:
     """The kernel library to use, None for the decomposed graph."""
     if options.attention not in (None, "custom", "decomposed"):
         raise ProviderError(
@@ -44,19 +46,30 @@ def choose_kernel(options: LoadOptions, head_size: int) -> Path | None:
         raise ProviderError(f"custom attention was asked for, but {NO_KERNEL}")
     if kernel is None and options.attention is None:
         logger.warning("%s", NO_KERNEL)
-    takes_heads = head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0
-    if kernel and options.attention is None and not takes_heads:
-        logger.warning(
-            "the model's heads have %d channels, and the C++ attention kernel takes multiples of "
-            "%d up to %d, so attention runs in the slower decomposed graph",
-            *(head_size, HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE),
-        )
+    if kernel and options.attention is None and (unfit := _unfit(spec)):
+        logger.warning("%s, so attention runs in the slower decomposed graph", unfit)
         return None
     return kernel
 
 
+def _unfit(spec: ArchSpec) -> str:
+    """Why the kernel does not take a model's heads; "" if it does."""
+    most, multiple = MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE
+    sizes, what = {spec.head_size}, "heads have"
+    if spec.latent is not None:
+        most, multiple = MAX_LATENT_SIZE, LATENT_MULTIPLE
+        sizes, what = {spec.head_size, spec.latent.kv_rank}, "rows of latents, or these, have"
+    wrong = [size for size in sorted(sizes) if size > most or size % multiple]
+    if not wrong:
+        return ""
+    return (
+        f"the model's {what} {wrong[0]} channels, and the C++ attention kernel takes multiples of "
+        f"{multiple} up to {most}"
+    )
+
+
 def choose_cache(
-    options: LoadOptions, kernel: Path | None, *, is_exact: bool
+    options: LoadOptions, kernel: Path | None, *, is_exact: bool, latent: bool = False
 ) -> tuple[str, Layout]:
     """The type of the caches, and how they lie in memory.
 
@@ -64,11 +77,12 @@ def choose_cache(
     automatic choice is bfloat16 if the processor multiplies it, else float16 if it converts that.
     """
     dtype = options.kv_cache_dtype
-    allowed = supported_dtypes(custom=kernel is not None)
+    allowed = supported_dtypes(custom=kernel is not None, latent=latent)
     if dtype not in ("auto", *allowed):
+        attention = f"{'custom' if kernel else 'decomposed'} attention"
         raise OptionError(
-            f"kv_cache_dtype is {dtype!r}; the cpu provider's "
-            f"{'custom' if kernel else 'decomposed'} attention stores {', '.join(allowed)} or auto"
+            f"kv_cache_dtype is {dtype!r}; the cpu provider's {attention}{' of latents' * latent} "
+            f"stores {', '.join(allowed)} or auto"
         )
     if kernel is None:
         return "float32", "plain"
@@ -76,7 +90,9 @@ def choose_cache(
     if dtype == "auto":
         half = "float32" if is_exact or not library.converts_half() else "float16"
         dtype = "bfloat16" if in_pairs else half
-    return dtype, "paired" if in_pairs and dtype == "bfloat16" else "tiled"
+    if in_pairs and dtype == "bfloat16":
+        return dtype, "paired"
+    return dtype, "rows" if latent else "tiled"
 
 
 def choose_block_size(options: LoadOptions, kernel: Path | None) -> int:

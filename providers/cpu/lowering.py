@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +37,13 @@ from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.caches import CACHE_DTYPES, Layout
-from onnxport.providers.cpu.choices import COMPUTE_DTYPE, HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
+from onnxport.providers.cpu.choices import (
+    COMPUTE_DTYPE,
+    HEAD_SIZE_MULTIPLE,
+    LATENT_MULTIPLE,
+    MAX_HEAD_SIZE,
+    MAX_LATENT_SIZE,
+)
 from onnxport.providers.graph_cache import Conversion, LoweredGraph
 from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.memory_plan import MEMORY_PLAN
@@ -52,6 +58,11 @@ KERNEL_LIMITS: Final = NativeLimits(
     max_head_size=MAX_HEAD_SIZE,
     head_size_multiple=HEAD_SIZE_MULTIPLE,
 )
+
+LATENT_LIMITS: Final = replace(
+    KERNEL_LIMITS, latent=True, max_head_size=MAX_LATENT_SIZE, head_size_multiple=LATENT_MULTIPLE
+)
+CACHE_LAYOUTS: Final[Mapping[Layout, str]] = {"rows": "canonical"}  # others by their own names
 
 
 def lower(
@@ -137,7 +148,9 @@ def lower(
         yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step
-        yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
+        limits = KERNEL_LIMITS if artifact.manifest.model.latent is None else LATENT_LIMITS
+        attributes = {"cache_layout": CACHE_LAYOUTS.get(layout, layout)}
+        yield keep_native(step.model, replace(limits, attributes=attributes))
     else:
         from onnxport.graphs.passes.decompose import decompose
 

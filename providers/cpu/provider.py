@@ -23,7 +23,7 @@ from onnxport.providers.cpu import library
 from onnxport.providers.cpu.cache_pages import CachePages
 from onnxport.providers.cpu.caches import (
     SMALL_BYTES,
-    CachePair,
+    LayerCaches,
     allocate,
     supported_dtypes,
 )
@@ -39,6 +39,7 @@ from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
 from onnxport.providers.hidden_states import check_hidden_layers
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
+from onnxport.providers.latents import refuse_latent_adapters
 from onnxport.providers.ort import (
     CPU,
     CPU_EXECUTION_PROVIDER,
@@ -93,9 +94,12 @@ class CpuProvider:
         """See `providers.base.Provider.load`."""
         check(options)
         check_hidden_layers(artifact, options)
-        kernel = choose_kernel(options, artifact.manifest.model.head_size)
+        spec = artifact.manifest.model
+        kernel = choose_kernel(options, spec)
         source = GraphSource(artifact, options, custom=kernel is not None)
-        cache_dtype, layout = cache = choose_cache(options, kernel, is_exact=source.is_exact)
+        cache_dtype, layout = cache = choose_cache(
+            options, kernel, is_exact=source.is_exact, latent=spec.latent is not None
+        )
         free_bytes = memory.available_bytes()
         groups = source.groups
         plan = _pool_planner(artifact, options, kernel, cache_dtype, groups, free_bytes)
@@ -109,15 +113,14 @@ class CpuProvider:
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
-        spec = artifact.manifest.model
-        pairs, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
+        caches, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
         model = OrtModel(
             session,
             replace(
                 _capabilities(session, artifact, options, kernel, pool, cache_dtype, groups),
                 int8_products=not source.is_exact,
             ),
-            _cache_tensors(pairs, groups),
+            _cache_tensors(caches, groups),
             blocks,
             attached,
             adapters=lora.adapters() if lora else None,
@@ -125,7 +128,7 @@ class CpuProvider:
             step_memory=None if kernel else _step_memory(artifact, pool, free_bytes - held_bytes),
         )
         if kernel is not None:
-            arrays = [array for pair in pairs for array in pair]
+            arrays = [array for layer in caches for array in layer]
             has_planes = model.capabilities.takes_exact_logits
             settle_later(model, kernel, CachePages(arrays, SMALL_BYTES), has_planes=has_planes)
         return model
@@ -174,6 +177,7 @@ def _host_lora(artifact: Artifact, options: LoadOptions, kernel: Path | None) ->
     """What adds adapters; None where there are none."""
     if not options.max_adapters:
         return None
+    refuse_latent_adapters(artifact, options)
     from onnxport.providers.device_arrays import DeviceArrays
     from onnxport.providers.host_lora import HostLora
 
@@ -233,15 +237,12 @@ def _capabilities(
     )
 
 
-def _cache_tensors(pairs: Sequence[CachePair], groups: LayerGroups) -> list[CacheTensor]:
+def _cache_tensors(caches: Sequence[LayerCaches], groups: LayerGroups) -> list[CacheTensor]:
     """Each layer's caches under the graph's names, in the same memory; see `LayerGroups`."""
     return [
-        CacheTensor(past(layer), present(layer), ort_value(cache))
+        CacheTensor(past, present, ort_value(cache))
         for layer, (_, place) in enumerate(groups.places)
-        for cache, past, present in zip(
-            pairs[place],
-            (contract.past_key, contract.past_value),
-            (contract.present_key, contract.present_value),
-            strict=True,
+        for cache, (past, present) in zip(
+            caches[place], contract.cache_names(layer, len(caches[place])), strict=True
         )
     ]

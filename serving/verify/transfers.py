@@ -23,7 +23,7 @@ class SavedPrompt:
 
     prompt: Prompt
     first_token: int  # that it chose after the prompt
-    cache: NDArray[np.generic]  # [num_layers, 2, num_kv_heads, num_tokens, elements], host
+    cache: NDArray[np.generic]  # [num_layers, parts, num_kv_heads, num_tokens, elements]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def check_transfer(
 
 
 def read_layers(model: Model, tables: Sequence[Sequence[int]]) -> NDArray[np.generic]:
-    """Read all layers' blocks: [n, layers, 2, heads, block_size, head_size]."""
+    """Read all layers' blocks: [n, layers, parts, heads, block_size, head_size]."""
     groups = [model.read_blocks(table) for table in tables]
     places = model.capabilities.kv_format.places
     if not places:
@@ -114,11 +114,11 @@ def write_layers(
 
 def _split(cache: NDArray[np.generic], block_size: int) -> NDArray[np.generic]:
     """Cut a sequence's K/V into canonical blocks; the rest of the last one is 0."""
-    layers, two, heads, num_tokens, head_size = cache.shape
+    layers, parts, heads, num_tokens, head_size = cache.shape
     count = blocks_for(num_tokens, block_size)
-    padded = np.zeros((layers, two, heads, count * block_size, head_size), cache.dtype)
+    padded = np.zeros((layers, parts, heads, count * block_size, head_size), cache.dtype)
     padded[:, :, :, :num_tokens] = cache
-    blocks = padded.reshape(layers, two, heads, count, block_size, head_size)
+    blocks = padded.reshape(layers, parts, heads, count, block_size, head_size)
     return np.ascontiguousarray(np.moveaxis(blocks, 3, 0))
 
 

@@ -15,11 +15,12 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers import registry
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
-from tests.conformance.make import AWQ, MXFP4, PRECISIONS
+from tests.conformance.make import AWQ, LATENT, MXFP4, PRECISIONS
 from tests.conformance.rules import Rule
 
 POOL_TOKENS = 1024
 BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
+LATENT_FAMILIES = tuple(family for family, _ in LATENT)
 QUANTIZED = ("int8", "int4", AWQ, MXFP4)
 # An int8 cache whose scales each token has to itself: coarse, and the same in any batch. Attention
 # of random weights is steep; measured: 0.41, and mostly below 0.2.
@@ -105,13 +106,14 @@ def _cpu_lanes() -> list[Lane]:
             {**custom, "kv_cache_dtype": "int4"},
             INT4_CACHE,
             precisions=("fp32",),
+            refused=LATENT_FAMILIES,
         ),
     ]
 
 
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
-    refused = ("gemma2",)  # its attention caps no scores
+    refused = ("gemma2", *LATENT_FAMILIES)  # its attention caps no scores, and has no latents
     return [
         Lane("openvino", "openvino", exact, refused=refused),
         Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),

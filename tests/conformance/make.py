@@ -29,8 +29,16 @@ DIAGONAL: Final = (
 )
 # What software runs that plays a device, hundreds of times slower than one.
 SOFTWARE: Final = (*DIAGONAL, ("qwen2", AWQ), ("qwen3-moe", "int4"))
+# Attention of latents: what a device's own, and a cache of int4, do not have.
+LATENT: Final = (
+    ("deepseek-v2", "fp32"),
+    ("deepseek-v2-lite", "int4"),
+    ("deepseek-v3", "fp16"),
+    ("glm4-moe-lite", "int8"),
+)
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
+    *LATENT,
     ("ernie-biases", "int8"),
     ("ernie-moe", "int8"),
     ("gemma2", "int8"),

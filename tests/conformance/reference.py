@@ -41,12 +41,16 @@ class ArtifactWeights:
             if bias is None:
                 return product
             return product + bias.reshape(len(bias), -1, 2).swapaxes(1, 2).ravel()
-        if weight.ndim == 2:  # [K, N]
+        if role.endswith(".k_up"):  # [heads, N of a head, K]
+            product = x @ weight.reshape(-1, x.shape[-1]).astype(np.float32).T
+        elif role.endswith(".v_up"):  # [heads, K, N of a head]
+            product = x @ weight.swapaxes(0, 1).reshape(x.shape[-1], -1).astype(np.float32)
+        elif weight.ndim == 2:  # [K, N]
             product = x @ weight.astype(np.float32)
         else:  # quantized: [N, blocks, bytes]
             scales, zeros = (self._values.get(f"{role}.{one}") for one in ("scales", "zero_points"))
             assert scales is not None
-            product = x @ self._dequantize(weight, scales, zeros).T
+            product = x @ self._dequantize(weight, scales, zeros)[:, : x.shape[-1]].T
         return product if bias is None else product + bias.astype(np.float32)
 
     def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:

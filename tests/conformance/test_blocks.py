@@ -16,7 +16,14 @@ from tests.conformance.workload import SYSTEM
 def some_content(limits: Capabilities, count: int, seed: int = 0) -> NDArray[np.generic]:
     """Random blocks in canonical form."""
     form = limits.kv_format
-    shape = (count, form.num_layers, 2, form.num_kv_heads, limits.block_size, form.head_size)
+    shape = (
+        count,
+        form.num_layers,
+        form.parts,
+        form.num_kv_heads,
+        limits.block_size,
+        form.head_size,
+    )
     numbers = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return convert(numbers, element_type(form.dtype))
 

@@ -98,7 +98,71 @@ def _longrope() -> Case:
     return Case("phi3", {**config, **sizes}, context_length=64)
 
 
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+LATENT_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+
+
 CASES: Mapping[str, Case] = {
+    "deepseek-v2": Case(  # as V2 has it: groups, of which the best expert counts
+        "deepseek_v2",
+        {
+            **LATENT,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+            "rope_parameters": LATENT_ROPE,
+        },
+        torch.bfloat16,
+    ),
+    "deepseek-v2-lite": Case(
+        "deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 1, "v_head_dim": 16}
+    ),
+    "deepseek-v3": Case(
+        "deepseek_v3",
+        {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": LATENT_ROPE},
+        torch.bfloat16,
+    ),
+    "deepseek-v3-halves": Case(  # as Moonlight, but for what rotates with what
+        "deepseek_v3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+        },
+        shards=True,
+    ),
+    "glm4-moe-lite": Case(
+        "glm4_moe_lite",
+        {name: one for name, one in LATENT.items() if name != "first_k_dense_replace"},
+        torch.bfloat16,
+    ),
     "glm": Case("glm", {"head_dim": 32, "pad_token_id": 0}, torch.bfloat16),
     "helium": Case("helium", {"head_dim": 16, "pad_token_id": 0}),
     "gemma2": Case(  # caps that scores and logits reach

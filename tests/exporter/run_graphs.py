@@ -92,7 +92,7 @@ class PagedRunner:
         self._caches = {
             name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
             for layer in range(spec.num_layers)
-            for name in (contract.past_key(layer), contract.past_value(layer))
+            for name, _ in contract.cache_names(layer, spec.cache_parts)
         }
         self._length = 0
 

@@ -18,7 +18,7 @@ from onnxport.exporter import export
 from onnxport.exporter.families import find_family
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.spec import ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.providers.cpu.library import find_library, matmul_isa
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints

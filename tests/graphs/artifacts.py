@@ -16,6 +16,7 @@ from onnxport.graphs import ops
 from onnxport.graphs.artifact import Artifact, Manifest, Source
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 
 VOCAB, HIDDEN, BLOCK = 96, 128, 32
@@ -39,6 +40,19 @@ SPEC = ArchSpec(
     context_length=64,
     sliding_window=(None, 8),
     rope=RopeSpec(type="default", theta=1e4, rotary_dim=32),
+)
+
+LATENT = LatentSpec(kv_rank=32, nope_size=16, rope_size=8, value_size=24)
+OF_LATENTS = replace(
+    SPEC,
+    num_kv_heads=1,
+    head_size=40,
+    rope=RopeSpec(type="default", theta=1e4, rotary_dim=8),
+    sliding_window=(None, None),
+    qkv_bias=False,
+    qk_norm=False,
+    attention_scale=0.2,
+    latent=LATENT,
 )
 
 MANIFEST = Manifest(
@@ -139,9 +153,7 @@ class Decoder:
         out = ops.paged_attention(
             g,
             qkv,
-            c.past_key(layer),
-            c.past_value(layer),
-            (c.present_key(layer), c.present_value(layer)),
+            c.cache_names(layer, 2),
             cumulative_sequence_lengths=c.CUMULATIVE_SEQUENCE_LENGTHS,
             past_sequence_lengths=c.PAST_SEQUENCE_LENGTHS,
             block_table=c.BLOCK_TABLE,

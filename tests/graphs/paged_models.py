@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxport.graphs import contract as c
 from onnxport.graphs.builder import GraphBuilder
-from tests.kernels import run_ort
+from tests.kernels import latent_cases, run_ort
 from tests.kernels.cases import random_case
 from tests.kernels.reference import Case
 
@@ -43,6 +43,13 @@ def paged_case(seed: int, **changes: object) -> Case:
     return case.replace(layout="canonical", **changes)
 
 
+def latent_case(seed: int, **changes: object) -> Case:
+    """A random case over one cache of latent rows; one in five has an int8 cache, see above."""
+    case = latent_cases.random_case(seed)
+    assert case.cache_type != "int8", "standard operators do not read an int8 cache"
+    return case.replace(layout="canonical", **changes)
+
+
 def paged_model(
     case: Case, *, dtype: int = TensorProto.FLOAT, layers: int = 1, **attributes: Any
 ) -> onnx.ModelProto:
@@ -59,10 +66,11 @@ def paged_model(
     shape = [c.NUM_BLOCKS, c.BLOCK_SIZE, case.kv_heads, case.head_size]
     cache_type = dtype if case.cache_type == "float" else run_ort.ONNX_TYPES[case.cache_type]
     for layer in range(layers):
-        values["key_cache"] = g.input(c.past_key(layer), cache_type, shape)
-        values["value_cache"] = g.input(c.past_value(layer), cache_type, shape)
-        presents = [g.output(n(layer), cache_type, shape) for n in (c.present_key, c.present_value)]
-        out = g.output(f"out{layer}", dtype, [c.NUM_TOKENS, case.num_heads * case.head_size])
+        caches = c.cache_names(layer, len(run_ort.caches(case)))
+        for name, (past, _) in zip(run_ort.caches(case), caches, strict=True):
+            values[name] = g.input(past, cache_type, shape)
+        presents = [g.output(present, cache_type, shape) for _, present in caches]
+        out = g.output(f"out{layer}", dtype, [c.NUM_TOKENS, case.num_heads * case.value_size])
         with g.scope(f"layers.{layer}"):
             g.node(
                 "PagedAttention",

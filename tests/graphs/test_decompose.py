@@ -18,7 +18,15 @@ from onnxport.graphs import contract as c
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.decompose import Bounds, decompose
-from tests.graphs.paged_models import feeds, op_types, paged_case, paged_model, run, start
+from tests.graphs.paged_models import (
+    feeds,
+    latent_case,
+    op_types,
+    paged_case,
+    paged_model,
+    run,
+    start,
+)
 from tests.kernels.reference import Case, attend, write_cache
 from tests.tiers import crossed, every, examples
 
@@ -40,8 +48,11 @@ def agrees(case: Case, found: dict[str, np.ndarray], atol: float = 1e-5) -> None
 
     A key that is stored in few bits may round the other way where float32 decides.
     """
-    present = found["present.0.key"], found["present.0.value"]
+    present = found["present.0.key"], found.get("present.0.value")
     for value, expected in zip(present, write_cache(case), strict=True):
+        if value is None:
+            assert expected is None
+            continue
         if case.cache_type == "float":
             np.testing.assert_allclose(value, expected, atol=2e-6)
         else:
@@ -54,6 +65,57 @@ def test_equals_the_reference(seed: int) -> None:
     case, tile_tokens = varied(seed)
     result = decompose(paged_model(case), tile_tokens=tile_tokens)
     agrees(case, run(result.model, feeds(case, result.model)))
+
+
+@pytest.mark.parametrize("bounds", ["metadata", "shapes"])
+@pytest.mark.parametrize("seed", every(6, [seed for seed in range(120) if seed % 5 != 4]))
+def test_attention_of_latents_equals_the_reference(seed: int, bounds: Bounds) -> None:
+    case = latent_case(seed)
+    if bounds == "shapes":
+        case = case.replace(slot_mapping=None)
+    result = decompose(paged_model(case), tile_tokens=[1, 3, 16, 64][seed % 4], bounds=bounds)
+    assert op_types(result.model).count("ScatterND") == 1
+    agrees(case, run(result.model, feeds(case, result.model)))
+
+
+def test_layers_of_latents_share_one_plan() -> None:
+    case = latent_case(0)
+    result = decompose(paged_model(case, layers=3))
+    assert result.changes == {"PagedAttention decomposed": 3, "plans": 1}
+    assert op_types(result.model).count("ScatterND") == 3
+
+
+@pytest.mark.parametrize(
+    ("attributes", "found"),
+    [
+        ({"kv_num_heads": 2}, "kv_num_heads 2, which must be 1"),
+        ({"v_head_size": -1}, "v_head_size -1 in rows of"),
+        ({"v_head_size": 1000}, "v_head_size 1000 in rows of"),
+        ({"scale": 0.0, "v_head_size": 8}, "no scale, and values narrower than keys"),
+        ({"kv_cache_layout": "SEPARATE"}, "2 outputs; at most 17 and exactly 3"),
+        ({"kv_cache_layout": "OTHER"}, "2 outputs"),
+    ],
+)
+def test_latents_that_no_operator_has_are_refused(
+    attributes: dict[str, object], found: str
+) -> None:
+    with pytest.raises(ArtifactError, match=found):
+        decompose(paged_model(latent_case(0), **attributes))
+
+
+@pytest.mark.parametrize(
+    ("position", "name", "found"),
+    [
+        (1, "", "no key of its own"),
+        (2, "value", "values"),
+        (4, c.past_value(0), "a cache of values"),
+    ],
+)
+def test_inputs_that_latents_cannot_have_are_refused(position: int, name: str, found: str) -> None:
+    model = paged_model(latent_case(0))
+    model.graph.node[0].input[position] = name
+    with pytest.raises(ArtifactError, match=found):
+        decompose(model)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +208,8 @@ def test_the_same_operator_of_another_domain_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("attributes", "found"),
     [
-        ({"kv_cache_layout": "LATENT"}, "LATENT"),
+        ({"kv_cache_layout": "LATENT"}, "3 outputs; at most 17 and exactly 2"),
+        ({"kv_cache_layout": "OTHER"}, "a OTHER cache"),
         ({"k_cache_dtype": "int4"}, "int4"),
         ({"cache_layout": "tiled"}, "cache_layout"),
         ({"v_head_size": 4}, "v_head_size"),

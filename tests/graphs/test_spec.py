@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.spec import ROPE_PARAMETERS, ArchSpec, ExpertsSpec, RopeSpec
-from tests.graphs.artifacts import SPEC
+from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.spec import ROPE_PARAMETERS, ArchSpec, RopeSpec
+from tests.graphs.artifacts import LATENT, OF_LATENTS, SPEC
 
 PARAMETERS: dict[str, Any] = {
     "factor": 4.0,
@@ -111,6 +112,78 @@ def test_experts_survive_json(experts: ExpertsSpec) -> None:
 def test_experts_that_are_wrong_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArtifactError, match=message):
         ArchSpec.from_json(SPEC.to_json() | {"experts": EXPERTS.to_json() | changes})
+
+
+GROUPS = {"groups": 4, "groups_per_token": 2, "group_best": 2}
+
+
+def test_groups_of_experts_survive_json() -> None:
+    spec = replace(SPEC, experts=replace(EXPERTS, **GROUPS))
+    stored = json.loads(json.dumps(spec.to_json()))
+    assert stored["experts"] == EXPERTS.to_json() | GROUPS
+    assert ArchSpec.from_json(stored) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups_per_token": None}, "need each other"),
+        ({"groups": None}, "need each other"),
+        ({"group_best": True}, "group_best"),
+        ({"groups": 3}, "8 experts cannot be 3 equal groups"),
+        ({"groups": 1}, "8 experts cannot be 1 equal groups"),
+        ({"groups_per_token": 5}, "of 4 groups a token is given to 5"),
+        ({"group_best": 3}, "of a group's 2 experts 3 say so"),
+        ({"groups_per_token": 1, "per_token": 3}, "to 3 experts, of 1 groups of 2"),
+    ],
+)
+def test_groups_that_are_wrong_are_refused(changes: dict[str, Any], message: str) -> None:
+    experts = EXPERTS.to_json() | GROUPS | changes
+    with pytest.raises(ArtifactError, match=message):
+        ArchSpec.from_json(SPEC.to_json() | {"experts": experts})
+
+
+@pytest.mark.parametrize("rank", [None, 48])
+def test_latent_attention_survives_json_and_has_one_cache_a_layer(rank: int | None) -> None:
+    spec = replace(OF_LATENTS, latent=replace(LATENT, query_rank=rank))
+    stored = json.loads(json.dumps(spec.to_json()))
+    assert ArchSpec.from_json(stored) == spec
+    assert (spec.cache_parts, SPEC.cache_parts) == (1, 2)
+    assert (LATENT.row_size, LATENT.query_size) == (40, 24)
+    assert spec.attended_size == spec.num_heads * 24
+    assert SPEC.attended_size == SPEC.q_size
+    assert "latent" not in SPEC.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 2}, "one row of 40 channels"),
+        ({"head_size": 48}, "one row of 40 channels"),
+        ({"rope": RopeSpec(type="default", theta=1e4, rotary_dim=16)}, "rotary_dim is 16"),
+        ({"rotated_layers": (True, False)}, "rotated_layers are"),
+        ({"attention_scale": None}, "needs an attention_scale"),
+        ({"qkv_bias": True, "qk_norm": True}, "does not go with qkv_bias and qk_norm"),
+        ({"attention_sinks": True}, "attention_sinks"),
+        ({"attention_softcap": 1.0}, "attention_softcap"),
+        ({"sliding_window": (None, 8)}, "sliding_window"),
+    ],
+)
+def test_what_does_not_go_with_latent_attention_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(OF_LATENTS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"kv_rank": 0}, "kv_rank"), ({"query_rank": -1}, "query_rank"), ({"v": 1}, "unknown 'v'")],
+)
+def test_latent_attention_that_is_wrong_is_refused(changes: dict[str, Any], message: str) -> None:
+    value = OF_LATENTS.to_json()
+    with pytest.raises(ArtifactError, match=message):
+        ArchSpec.from_json(value | {"latent": value["latent"] | changes})
 
 
 def test_experts_have_a_silu() -> None:

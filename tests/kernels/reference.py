@@ -33,11 +33,11 @@ class Case:
     head_size: int
     query: np.ndarray  # [tokens, num_heads, head_size] float32
     key: np.ndarray  # [tokens, kv_heads, head_size] float32
-    value: np.ndarray  # likewise
+    value: np.ndarray | None  # likewise; None of latent rows
     # [num_blocks, block_size, kv_heads, head_size] of the cache's type; in int8 head_size + 4, for
     # the float32 scale of a token and head follows its numbers; in int4 see int4_rows
     key_cache: np.ndarray
-    value_cache: np.ndarray  # likewise
+    value_cache: np.ndarray | None  # likewise
     past_lengths: list[int]
     new_lengths: list[int]
     block_table: np.ndarray  # [batch, width] int32
@@ -58,11 +58,21 @@ class Case:
     k_norm: np.ndarray | None = None
     epsilon: float = 1e-6
     metadata: np.ndarray | None = None  # [3] int32
+    latent: int | None = None  # channels of a key that are its value, too; None: it has its own
     name: str = field(default="", compare=False)
 
     @property
     def has_integers(self) -> bool:
         return self.cache_type in ("int8", "int4")
+
+    @property
+    def value_size(self) -> int:
+        return self.latent or self.head_size
+
+    @property
+    def memory_layout(self) -> str:
+        """Of the caches: latent rows lie in their order, whatever they are multiplied as."""
+        return "canonical" if self.latent else self.layout
 
     @property
     def block_size(self) -> int:
@@ -151,9 +161,10 @@ def decode(case: Case, x: np.ndarray) -> np.ndarray:
     return dequantize(x) if case.cache_type == "int8" else x.astype(np.float64)
 
 
-def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Returns both caches with the new tokens in them."""
-    key_cache, value_cache = case.key_cache.copy(), case.value_cache.copy()
+def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns both caches with the new tokens in them; of latent rows there is one."""
+    key_cache = case.key_cache.copy()
+    value_cache = None if case.value_cache is None else case.value_cache.copy()
     starts = case.cumulative_lengths
     for s, count in enumerate(case.new_lengths):
         for i in range(count):
@@ -168,7 +179,8 @@ def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 continue
             at = slot // case.block_size, slot % case.block_size
             key_cache[at] = encode(case, rotate(case, key, position))
-            value_cache[at] = encode(case, case.value[token].astype(float))
+            if value_cache is not None:
+                value_cache[at] = encode(case, case.value[token].astype(float))
     return key_cache, value_cache
 
 
@@ -207,9 +219,10 @@ def round_weights(weights: np.ndarray, seen: np.ndarray, scales: np.ndarray) -> 
     return rounded
 
 
-def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.ndarray:
-    """The float64 output [tokens, num_heads * head_size] that follows from the final caches."""
-    output = np.empty((case.query.shape[0], case.num_heads, case.head_size))
+def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray | None) -> np.ndarray:
+    """The float64 output [tokens, num_heads * value_size] that follows from the final caches."""
+    value_cache = key_cache if value_cache is None else value_cache
+    output = np.empty((case.query.shape[0], case.num_heads, case.value_size))
     starts = case.cumulative_lengths
     scale = case.scale if case.scale is not None else 1.0 / np.sqrt(case.head_size)
     group = case.num_heads // case.kv_heads
@@ -222,7 +235,7 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
         blocks = np.clip(case.block_table[s, positions // case.block_size], 0, len(key_cache) - 1)
         keys = decode(case, key_cache[blocks, positions % case.block_size])
         rows = value_cache[blocks, positions % case.block_size]
-        values = decode(case, rows)
+        values = decode(case, rows)[..., : case.value_size]
         if case.has_integers:
             value_scales = np.ascontiguousarray(rows[..., -4:]).view(np.float32)[..., 0]
         for i in range(count):

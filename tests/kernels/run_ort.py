@@ -68,10 +68,14 @@ def attributes(case: Case) -> dict[str, object]:
         found["rotary_offset"] = case.rotary_offset
     if case.q_norm is not None:
         found["qk_norm_epsilon"] = case.epsilon
+    if case.latent:
+        found |= {"kv_cache_layout": "LATENT", "v_head_size": case.latent}
     if case.layout != "canonical":
         found["cache_layout"] = case.layout
     if case.cache_type == "int8":
         found |= {"k_quant_type": "PER_TOKEN", "v_quant_type": "PER_TOKEN"}
+        if case.latent:
+            del found["v_quant_type"]
     if case.cache_type == "int4":
         found |= {"k_quant_type": "PER_GROUP", "v_quant_type": "PER_GROUP"}
     return found
@@ -81,7 +85,8 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     """The node's inputs but the caches, by schema name; absent ones are left out."""
     tokens = case.query.shape[0]
     query, key, value = (
-        x.reshape(tokens, x.shape[1] * x.shape[2]) for x in (case.query, case.key, case.value)
+        None if x is None else x.reshape(tokens, x.shape[1] * x.shape[2])
+        for x in (case.query, case.key, case.value)
     )
     found: dict[str, np.ndarray | None] = {"query": query, "key": key, "value": value}
     if case.packed:
@@ -113,10 +118,11 @@ def session(
     names = [name if name in present else "" for name in INPUT_NAMES]
     while not names[-1]:
         names.pop()
+    caches = [name for name in ("key_cache", "value_cache") if name in present]
     node = helper.make_node(
         "PagedAttention",
         names,
-        ["output", "key_cache_out", "value_cache_out"],
+        ["output", *(f"{name}_out" for name in caches)],
         domain="com.microsoft",
         **dict(attribute_items),
     )
@@ -126,14 +132,16 @@ def session(
     for name in filter(None, names):
         rank = ranks.get(name, 1)
         kind = TensorProto.INT32 if name in INT32_INPUTS else TensorProto.FLOAT
-        if name in ("key_cache", "value_cache"):
+        if name in caches:
             kind = ONNX_TYPES[cache_type]
         shape = None if rank is None else [f"{name}_{i}" for i in range(rank)]
         values.append(helper.make_tensor_value_info(name, kind, shape))
     results = [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["tokens", "hidden"])]
-    for name in ("key_cache_out", "value_cache_out"):
-        shape = [f"{name}_{i}" for i in range(4)]
-        results.append(helper.make_tensor_value_info(name, ONNX_TYPES[cache_type], shape))
+    for name in caches:
+        shape = [f"{name}_out_{i}" for i in range(4)]
+        results.append(
+            helper.make_tensor_value_info(f"{name}_out", ONNX_TYPES[cache_type], shape)
+        )
     graph = helper.make_graph([node], "paged_attention", values, results)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -150,9 +158,15 @@ def session_for(
     library: Path, case: Case, threads: int = 2, extra: Mapping[str, object] = MappingProxyType({})
 ) -> ort.InferenceSession:
     """The session that serves the case; `extra` replaces or adds node attributes."""
-    present = frozenset(inputs(case)) | {"key_cache", "value_cache"}
+    present = frozenset((*inputs(case), *caches(case)))
     items = tuple(sorted((attributes(case) | dict(extra)).items()))
     return session(library, present, case.cache_type, items, threads)
+
+
+def caches(case: Case) -> dict[str, np.ndarray]:
+    """The caches by schema name, in canonical layout."""
+    both = {"key_cache": case.key_cache, "value_cache": case.value_cache}
+    return {name: cache for name, cache in both.items() if cache is not None}
 
 
 def ort_value(array: np.ndarray, cache_type: str) -> ort.OrtValue:
@@ -167,8 +181,8 @@ def run(
     threads: int = 2,
     feeds: Mapping[str, np.ndarray] = MappingProxyType({}),
     in_place: bool = True,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the output and both caches afterwards, the caches in canonical layout.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Returns the output and both caches afterwards, the caches in canonical layout; None: no such.
 
     `feeds` replaces inputs. Without `in_place` the cache outputs have memory of their own.
     """
@@ -177,8 +191,8 @@ def run(
     for name, array in (inputs(case) | dict(feeds)).items():
         binding.bind_cpu_input(name, array)
     arrays, held = {}, []
-    for name, canonical in (("key_cache", case.key_cache), ("value_cache", case.value_cache)):
-        before = to_layout(canonical, case.layout, name == "key_cache")
+    for name, canonical in caches(case).items():
+        before = to_layout(canonical, case.memory_layout, name == "key_cache")
         after = before if in_place else np.zeros_like(before)
         held += [ort_value(before, case.cache_type), ort_value(after, case.cache_type)]
         binding.bind_ortvalue_input(name, held[-2])
@@ -186,7 +200,8 @@ def run(
         arrays[name] = after
     session_for(library, case, threads).run_with_iobinding(binding)
     output = binding.get_outputs()[0].numpy()
-    key_cache, value_cache = (
-        from_layout(array, case.layout, name == "key_cache") for name, array in arrays.items()
-    )
-    return output, key_cache, value_cache
+    found = {
+        name: from_layout(array, case.memory_layout, name == "key_cache")
+        for name, array in arrays.items()
+    }
+    return output, found["key_cache"], found.get("value_cache")

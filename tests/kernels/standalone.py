@@ -45,22 +45,24 @@ def build(compiler: str, executable: Path, *options: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def caches(case: Case) -> list[np.ndarray]:
+def caches(case: Case) -> list[np.ndarray | None]:
+    both = ((case.key_cache, True), (case.value_cache, False))
     return [
-        to_layout(case.key_cache, case.layout, True),
-        to_layout(case.value_cache, case.layout, False),
+        None if cache is None else to_layout(cache, case.memory_layout, key) for cache, key in both
     ]
 
 
 def serialize(case: Case) -> bytes:
     tokens = case.query.shape[0]
     q_width, kv_width = case.num_heads * case.head_size, case.kv_heads * case.head_size
+    out_width = case.num_heads * case.value_size
     numbers = (
         tokens,
         len(case.past_lengths),
         case.num_heads,
         case.kv_heads,
         case.head_size,
+        case.value_size,
         case.key_cache.shape[0],
         case.block_size,
         case.block_table.shape[1],
@@ -72,17 +74,18 @@ def serialize(case: Case) -> bytes:
         case.interleaved,
         list(CACHE_TYPES).index(case.cache_type),
         ("canonical", "tiled", "paired").index(case.layout),
+        case.latent is not None,
         q_width,
         kv_width,
         kv_width,
     )
     scale = case.scale if case.scale is not None else case.head_size**-0.5
-    out = [struct.pack("19q4f", *numbers, scale, case.softcap, case.epsilon, 0.0)]
+    out = [struct.pack("21q4f", *numbers, scale, case.softcap, case.epsilon, 0.0)]
     arrays = [
         case.query,
         case.key,
         case.value,
-        np.full((tokens, q_width), np.nan, np.float32),
+        np.full((tokens, out_width), np.nan, np.float32),
         *caches(case),
         case.cumulative_lengths,
         np.array(case.past_lengths, np.int32),
@@ -102,23 +105,23 @@ def serialize(case: Case) -> bytes:
 
 def run(
     command: list[str], isa: str, cases: list[Case]
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Runs all cases in one process; the caches come back in canonical layout."""
     data = struct.pack("q", len(cases)) + b"".join(serialize(case) for case in cases)
     done = subprocess.run([*command, isa], input=data, capture_output=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
     found, at = [], 0
     for case in cases:
-        width = case.num_heads * case.head_size
-        shapes = [(case.query.shape[0], width), case.key_cache.shape, case.value_cache.shape]
-        dtypes = [np.dtype(np.float32), case.key_cache.dtype, case.value_cache.dtype]
-        parts = []
-        for shape, dtype in zip(shapes, dtypes, strict=True):
-            count = int(np.prod(shape))
-            parts.append(np.frombuffer(done.stdout, dtype, count, at).reshape(shape))
-            at += count * dtype.itemsize
+        output = np.empty((case.query.shape[0], case.num_heads * case.value_size), np.float32)
+        parts: list[np.ndarray | None] = []
+        for like in (output, case.key_cache, case.value_cache):
+            if like is None:
+                parts.append(None)
+                continue
+            parts.append(np.frombuffer(done.stdout, like.dtype, like.size, at).reshape(like.shape))
+            at += like.nbytes
         key_cache, value_cache = (
-            from_layout(part, case.layout, key)
+            None if part is None else from_layout(part, case.memory_layout, key)
             for part, key in zip(parts[1:], (True, False), strict=True)
         )
         found.append((parts[0], key_cache, value_cache))

@@ -28,11 +28,15 @@ FEW_TOKENS = 7
 
 
 def case_with_garbage(
-    rng: np.random.Generator, kind: tuple[str, str], lengths: tuple[int, int], window: int | None
+    rng: np.random.Generator,
+    kind: tuple[str, str],
+    lengths: tuple[int, int],
+    window: int | None,
+    heads: tuple[int, int] = (2, 3),
 ) -> Case:
     """One sequence in a cache whose other slots are NaN, or of integers have it as their scale."""
     (cache_type, layout), (past, new) = kind, lengths
-    block_size, kv_heads, group, head_size = 32, 2, 3, 64
+    block_size, (kv_heads, group), head_size = 32, heads, 64
     blocks = -(-(past + new) // block_size)
     table = rng.permutation(blocks).astype(np.int32)[None]
     shape = (blocks, block_size, kv_heads, head_size)

@@ -48,6 +48,16 @@ def test_the_layout_is_the_documented_one() -> None:
     assert FORMAT.file_bytes("float16") == len(FILE)
 
 
+def test_the_shape_tells_how_many_caches_a_layer_has() -> None:
+    alone = dataclasses.replace(FORMAT, parts=1)
+    assert alone.shape == (3, 1, 1, 2, 2)
+    content = CONTENT[: alone.content_bytes("float16")]
+    data = b"".join(encode(alone, KEY, content, "float16"))
+    assert decode(data, alone, KEY).content == content
+    with pytest.raises(ForeignFileError, match="its shape is"):
+        decode(data, FORMAT, KEY)
+
+
 @pytest.mark.parametrize(
     "header", [json.dumps(HEADER), json.dumps(HEADER, indent=1, sort_keys=True) + "   "]
 )

@@ -112,6 +112,20 @@ def test_blocks_move_between_pools_and_layouts_and_touch_no_other(
         assert bits(target.read([4, 0, 6])) == bits(content)
 
 
+@pytest.mark.parametrize("layout", [PLAIN, TILED, PAIRED])
+def test_layers_may_have_keys_alone(layout: CacheLayout) -> None:
+    pairs, more = (random_caches(16, np.float16, seed) for seed in (1, 2))
+    keys = [(key.copy(),) for key, _ in pairs]
+    alone, both = HostBlocks(keys, layout), HostBlocks(pairs, layout)
+    content = alone.read([5, 0])
+    assert bits(content) == bits(both.read([5, 0])[:, :, :1])
+    alone.write([3, 1], HostBlocks(more, layout).read([3, 1])[:, :, :1])
+    alone.copy([3], [4])
+    assert bits(alone.read([4])) == bits(HostBlocks(more, layout).read([3])[:, :, :1])
+    with pytest.raises(AssertionError, match="content of shape"):
+        alone.write([3], both.read([3]))
+
+
 def test_what_was_read_is_the_callers_own() -> None:
     caches = random_caches(16, np.float32, 1)
     blocks = HostBlocks(caches, TILED)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onnxport.providers.blocks import CodedBlocks
-from onnxport.providers.cpu.caches import CachePair, packed_blocks
+from onnxport.providers.cpu.caches import LayerCaches, packed_blocks
 from tests.kernels import reference
 from tests.kernels.reference import to_tiled
 
@@ -23,7 +23,7 @@ def random_rows(block_size: int, seed: int, count: int = NUM_BLOCKS) -> np.ndarr
     return (random.uniform(-1, 1, (*shape, CHANNELS)) * np.exp2(exponents)).astype(np.float32)
 
 
-def caches_of(rows: np.ndarray, dtype: str) -> list[CachePair]:
+def caches_of(rows: np.ndarray, dtype: str) -> list[LayerCaches]:
     """Caches that hold the rows, as the reference lays them out."""
     pairs = []
     for layer in range(LAYERS):
@@ -32,12 +32,22 @@ def caches_of(rows: np.ndarray, dtype: str) -> list[CachePair]:
     return pairs
 
 
-def blocks_of(pairs: list[CachePair], dtype: str) -> CodedBlocks:
+def blocks_of(pairs: list[LayerCaches], dtype: str) -> CodedBlocks:
     return packed_blocks(pairs, dtype, CHANNELS)
 
 
-def bits(pairs: list[CachePair]) -> bytes:
+def bits(pairs: list[LayerCaches]) -> bytes:
     return b"".join(cache.tobytes() for pair in pairs for cache in pair)
+
+
+@KINDS
+def test_layers_may_have_keys_alone(dtype: str) -> None:
+    rows = random_rows(16, 0)
+    keys: list[LayerCaches] = [(key,) for key, _ in caches_of(rows, dtype)]
+    blocks = blocks_of(keys, dtype)
+    assert blocks.read([5, 0]).tobytes() == STORED[dtype](rows)[[5, 0], :, :1].tobytes()
+    blocks.write([0], STORED[dtype](rows)[[5], :, :1])
+    assert blocks.read([0]).tobytes() == blocks.read([5]).tobytes()
 
 
 @KINDS

@@ -25,19 +25,20 @@ NUM_BLOCKS, BLOCK_SIZE, LAYERS, HEADS, WIDTH = 12, 4, 2, 3, 8
 class Both:
     """The same caches twice: on a "device", and in plain arrays as the reference."""
 
-    def __init__(self, dtype: int, group: int | None) -> None:
-        shape = CacheShape(LAYERS, HEADS, WIDTH, dtype)
+    def __init__(self, dtype: int, group: int | None, parts: int = 2) -> None:
+        shape = CacheShape(LAYERS, HEADS, WIDTH, dtype, parts)
         self.dtype = numpy_dtype(dtype)
         spare = 1 if group else 0
         self.caches = device_caches(shape, NUM_BLOCKS + spare, BLOCK_SIZE, CPU)
         self.device = DeviceBlocks(self.caches, shape, NUM_BLOCKS, CPU, group)
         dims = (NUM_BLOCKS, BLOCK_SIZE, HEADS, WIDTH)
-        pairs = [(np.zeros(dims, self.dtype), np.zeros(dims, self.dtype)) for _ in range(LAYERS)]
-        self.host = HostBlocks(pairs, plain_layout())
+        caches = [tuple(np.zeros(dims, self.dtype) for _ in range(parts)) for _ in range(LAYERS)]
+        self.host = HostBlocks(caches, plain_layout())
+        self.parts = parts
 
     def content(self, count: int, seed: int) -> NDArray[Any]:
         random = np.random.default_rng(seed)
-        shape = (count, LAYERS, 2, HEADS, BLOCK_SIZE, WIDTH)
+        shape = (count, LAYERS, self.parts, HEADS, BLOCK_SIZE, WIDTH)
         return random.standard_normal(shape).astype(self.dtype)
 
     def check(self) -> None:
@@ -52,9 +53,10 @@ CASES = [(kind, group) for kind in (TensorProto.FLOAT, TensorProto.FLOAT16) for 
 BLOCKS = st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=NUM_BLOCKS, unique=True)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("dtype", "group"), CASES)
-def test_transfers_are_those_of_the_host(dtype: int, group: int | None) -> None:
-    both = Both(dtype, group)
+def test_transfers_are_those_of_the_host(dtype: int, group: int | None, parts: int) -> None:
+    both = Both(dtype, group, parts)
     both.check()
 
     @settings(max_examples=examples(40), deadline=None)

@@ -18,7 +18,7 @@ from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.ort import weight_bytes
 from onnxport.providers.pool import MOST_SEQUENCES, PoolPlan, check_made, plan_pool
-from tests.graphs.artifacts import SPEC
+from tests.graphs.artifacts import OF_LATENTS, SPEC
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
 
@@ -76,6 +76,17 @@ def test_a_block_takes_what_its_elements_do(item_bytes: int, block_size: int) ->
     )
     assert found.block_bytes == block_size * TOKEN * item_bytes // 4
     assert found.num_blocks == 2**20 // found.block_bytes
+
+
+def test_of_latents_a_token_takes_one_row_a_layer() -> None:
+    options = LoadOptions(kv_cache_tokens=160)
+    found = plan_pool(
+        OF_LATENTS, options, block_size=16, item_bytes=2, free_bytes=2**30, weight_bytes=WEIGHTS
+    )
+    layers, row = OF_LATENTS.num_layers, OF_LATENTS.head_size
+    assert (found.num_blocks, found.block_bytes) == (10, 16 * layers * row * 2)
+    with pytest.raises(CapacityError, match=f"1 x {layers} layers x 1 KV heads x {row} channels"):
+        plan_pool(OF_LATENTS, options, block_size=16, item_bytes=2, free_bytes=2, weight_bytes=0)
 
 
 def test_only_the_default_is_cut_to_what_can_be_used() -> None:

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError, DeviceLostError, OnnxportError, ProviderError
-from onnxport.graphs.spec import ExpertsSpec
+from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.tensors import WEIGHTS_FILE
 from onnxport.providers import registry
 from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe, StepInputs

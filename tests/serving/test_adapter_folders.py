@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from onnxport.errors import AdapterError
+from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.lora import (
     PROJECTIONS,
     LoraAdapter,
@@ -21,7 +22,6 @@ from onnxport.graphs.lora import (
     projection_shapes,
     projections_of,
 )
-from onnxport.graphs.spec import ExpertsSpec
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft import fingerprint, read_adapter
 from tests.graphs.artifacts import SPEC

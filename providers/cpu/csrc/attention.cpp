@@ -193,7 +193,7 @@ void attend_task(void* argument, size_t index) {
   Run& run = *static_cast<Run*>(argument);
   const Work& work = run.space.work[index];
   run.guarded([&] {
-    float* scratch = thread_scratch(scratch_floats(run.p.head_size));
+    float* scratch = thread_scratch(scratch_floats(run.p));
     const Reading reading = reading_of(run, index);
     if (work.divided)
       run.kernels.attend_segment(run.p, run.queries, work.block, reading, work.segment,
@@ -296,11 +296,11 @@ const Group* group_of(const Workspace& space, int64_t sequence) {
 // Floats that the states of one KV head of a group take.
 int64_t head_floats(const Problem& p, const Group& group) {
   const int64_t rows = rows_of(p, group.begin, group.end);
-  int64_t floats = group.keys / kSegment * state_floats(rows, p.head_size);
+  int64_t floats = group.keys / kSegment * state_floats(rows, p.value_size);
   for (int64_t s = group.begin; s < group.end; s++) {
     const int64_t tokens = p.cumulative_lengths[s + 1] - p.cumulative_lengths[s];
     const int64_t own = p.past_lengths[s] + tokens - group.keys;
-    floats += (own + kSegment - 1) / kSegment * state_floats(rows_of(p, s, s + 1), p.head_size);
+    floats += (own + kSegment - 1) / kSegment * state_floats(rows_of(p, s, s + 1), p.value_size);
   }
   return floats;
 }
@@ -377,17 +377,17 @@ void divide(const Problem& p, size_t begin, size_t end, const Group* group, Work
 void place_states(const Problem& p, Workspace& space) {
   int64_t floats = 0;
   for (const Work& work : space.work)
-    if (work.divided) floats += state_floats(rows_of(work.block), p.head_size);
+    if (work.divided) floats += state_floats(rows_of(work.block), p.value_size);
   float* memory = space.states.reserve<float>(static_cast<size_t>(floats));
   for (const Work& work : space.work) {
     if (!work.divided) continue;
     space.all_states[work.state] = state_at(memory, rows_of(work.block));
-    memory += state_floats(rows_of(work.block), p.head_size);
+    memory += state_floats(rows_of(work.block), p.value_size);
   }
   for (const Slice& slice : space.slices) {
     const State& from = space.all_states[slice.from];
     space.all_states[slice.state] = {from.maximum + slice.row, from.sum + slice.row * 16,
-                                     from.value + slice.row * padded(p.head_size)};
+                                     from.value + slice.row * padded(p.value_size)};
   }
 }
 
@@ -427,7 +427,7 @@ size_t plan_work(const Problem& p, const Kernels& kernels, size_t done, Workspac
     const Group* group = group_of(space, first.sequence);
     const int64_t segments = (keys.last + kSegment - 1) / kSegment - keys.first / kSegment;
     const int64_t floats = static_cast<int64_t>(end - begin) * segments *
-                           state_floats(rows_of(first), p.head_size);
+                           state_floats(rows_of(first), p.value_size);
     const bool is_divided = p.parallel_for && blocks.size() < kEnoughBlocks && is_long;
     if (group) {  // a block of each head
       divide(p, begin + static_cast<size_t>(group->first_head),

@@ -37,6 +37,11 @@ enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3,
 //   value [kv_heads][block_size / 16][8][head_size][2], two tokens of a channel
 // With it queries and softmax weights are rounded to bfloat16 too, and products of pairs are added
 // in float. So processors with instructions for that take half the time.
+//
+// Latent rows, whose first value_size channels are the value too, are in one cache, of one KV head, and
+// lie in it as rows do in the canonical layout, for keys want another order than values. In int8
+// each has its scale behind it. Tiles are made of 64 rows at a time where they are read, which all
+// query heads share. kPaired says for them that products are of pairs.
 enum CacheLayout : int64_t { kCanonical = 0, kTiled = 1, kPaired = 2 };
 
 // Tokens in one key tile. The tiled layout is built on it.
@@ -72,7 +77,8 @@ struct Problem {
   int64_t batch;          // sequences
   int64_t num_heads;      // query heads
   int64_t kv_heads;       // divides num_heads
-  int64_t head_size;      // multiple of 8 in [8, 256]
+  int64_t head_size;      // multiple of 8 in [8, 256]; of a latent row, of 16 in [16, 1024]
+  int64_t value_size;     // channels of a value and of a head's output: head_size, or fewer of a latent row
   int64_t num_blocks;     // blocks in the cache
   int64_t block_size;     // tokens in a block; a multiple of 16 in the tiled layout
   int64_t table_width;    // columns of block_table
@@ -84,6 +90,7 @@ struct Problem {
   int64_t interleaved;    // rotate (0,1),(2,3),... instead of the two halves
   int64_t cache_type;     // CacheType
   int64_t cache_layout;   // CacheLayout
+  int64_t latent;         // 1: keys' rows hold the values, see CacheLayout
   int64_t query_stride;   // from one token to the next
   int64_t key_stride;
   int64_t value_stride;
@@ -95,10 +102,10 @@ struct Problem {
 
   const float* query;  // [num_tokens][num_heads][head_size]
   const float* key;    // [num_tokens][kv_heads][head_size]
-  const float* value;  // likewise
-  float* output;       // [num_tokens][num_heads][head_size], contiguous
+  const float* value;  // likewise; null of latent rows
+  float* output;       // [num_tokens][num_heads][value_size], contiguous
   void* key_cache;     // updated in place
-  void* value_cache;
+  void* value_cache;   // null of latent rows
   const int32_t* cumulative_lengths;  // [batch + 1]
   const int32_t* past_lengths;        // [batch]
   const int32_t* block_table;         // [batch][table_width]

@@ -122,11 +122,11 @@ struct RegisterChunk {
   const State& state;
   const float* last_queries;  // of rows that do not fill a tile, and others
   float* scores;              // [kScoreRows][kChunk]
-  float* products;            // [kScoreRows][head_size]
-  Element* copies;            // [kChunk][head_size]
-  const Element* values[kChunk / kStep] = {};  // of a step, [kStep / neighbours][head_size][neighbours]
+  float* products;            // [kScoreRows][value_size]
+  Element* copies;            // [kChunk][value_size]
+  const Element* values[kChunk / kStep] = {};  // of a step, [kStep / neighbours][value_size][neighbours]
 
-  int64_t value_row() const { return rows.head_size * neighbours<Type>(); }
+  int64_t value_row() const { return rows.value_size * neighbours<Type>(); }
 
   // Puts the values of each step together where they are not so in the cache. Of those that are not
   // there, no number may reach a product of floats.
@@ -140,13 +140,18 @@ struct RegisterChunk {
             prefetch_bytes(reinterpret_cast<const char*>(tiles.value[i]) + tiles.ahead[i],
                            tile_bytes());
       const bool all = begin <= from && from + kStep <= end;
-      if (all && kFloats && tiles.value[first] + kTile * rows.head_size == tiles.value[first + 1]) {
+      if (all && kFloats && !rows.p.latent && tiles.value[first] + kTile * rows.value_size == tiles.value[first + 1]) {
         values[s] = tiles.value[first];
         continue;
       }
-      Element* out = copies + s * kStep * rows.head_size;
+      Element* out = copies + s * kStep * rows.value_size;
       values[s] = out;
-      for (int i = first; i < last; i++, out += kTile * rows.head_size) copy(i, out);
+      if (rows.p.latent) {  // they were made there
+        for (int i = first; i < last; i++, out += kTile * rows.value_size)
+          if (!covers(i)) copy(i, out);
+        continue;
+      }
+      for (int i = first; i < last; i++, out += kTile * rows.value_size) copy(i, out);
     }
   }
 
@@ -161,7 +166,7 @@ struct RegisterChunk {
   }
 
   void copy(int tile, Element* out) const {
-    const auto bytes = static_cast<size_t>(kTile * rows.head_size) * sizeof(Element);
+    const auto bytes = static_cast<size_t>(kTile * rows.value_size) * sizeof(Element);
     const int64_t from = base + tile * kTile;
     if (!covers(tile)) {
       if (kFloats) memset(out, 0, bytes);
@@ -174,7 +179,7 @@ struct RegisterChunk {
   }
 
   void clear_value(Element* pairs) const {
-    for (int64_t i = 0; i < rows.head_size; i++) pairs[2 * i] = 0;
+    for (int64_t i = 0; i < rows.value_size; i++) pairs[2 * i] = 0;
   }
 
   // Rows [row, row + count), at most kScoreRows.
@@ -250,9 +255,9 @@ struct RegisterChunk {
     const char* value = reinterpret_cast<const char*>(values[first]);
     const int64_t step =
         steps > 1 ? reinterpret_cast<const char*>(values[first + 1]) - value : 0;
-    const int64_t row_bytes = rows.head_size * static_cast<int64_t>(sizeof(float));
+    const int64_t row_bytes = rows.value_size * static_cast<int64_t>(sizeof(float));
     finish_writes();
-    for (int64_t c = 0; c < rows.head_size; c += 2 * kTile) {
+    for (int64_t c = 0; c < rows.value_size; c += 2 * kTile) {
       const char* column = value + c * 4;
       const Right right{{column, column + kRegisterBytes}, value_bytes, step};
       multiply_registers<kProduct, 2>(left, number, right, steps,
@@ -260,9 +265,9 @@ struct RegisterChunk {
     }
     float* sums = state.value + row * rows.padded_size;
     const float* product = products;
-    for (int64_t r = 0; r < count; r++, sums += rows.padded_size, product += rows.head_size) {
+    for (int64_t r = 0; r < count; r++, sums += rows.padded_size, product += rows.value_size) {
       const Vec::T by = Vec::set1(factors[r]);
-      for (int64_t c = 0; c < rows.head_size; c += kTile) {
+      for (int64_t c = 0; c < rows.value_size; c += kTile) {
         const Vec::T before = Vec::load(sums + c);
         if constexpr (kFloats)
           Vec::store(sums + c, Vec::fma(by, before, Vec::load(product + c)));
@@ -314,7 +319,17 @@ static void attend_keys_amx(const Rows& rows, int64_t first, int64_t last, const
   _tile_release();
 }
 
+static inline AttendKeys attend_latent_amx_for(const Problem& p, int64_t rows) {
+  if (p.value_size % (2 * kTile) != 0) return nullptr;
+  if (p.cache_layout == kPaired && fills_registers<PairedBFloat16>(p))
+    return attend_keys_amx<PairedBFloat16, false, Latent<PairedBFloat16>>;
+  if (p.cache_type == kInt8 && fills_registers<Int8>(p) && rows >= kRegisterRows)
+    return attend_keys_amx<Int8, false, Latent<Int8>>;
+  return nullptr;
+}
+
 static inline AttendKeys attend_keys_amx_for(const Problem& p, int64_t rows) {
+  if (p.latent) return attend_latent_amx_for(p, rows);
   const bool few = rows <= kScoreRows;
   if (p.cache_layout == kPaired && fills_registers<PairedBFloat16>(p))
     return few ? attend_keys_amx<PairedBFloat16, true> : attend_keys_amx<PairedBFloat16, false>;

@@ -17,7 +17,8 @@ struct Rows {
   int64_t count;
   int64_t group;
   int64_t head_size;
-  int64_t padded_size;
+  int64_t value_size;
+  int64_t padded_size;  // of values
   const Reading reading;
   KeyRange keys[kRowBlock];  // that each row sees
 
@@ -29,7 +30,8 @@ struct Rows {
         count(row_block.row_end - row_block.row_begin),
         group(p.num_heads / p.kv_heads),
         head_size(p.head_size),
-        padded_size(padded(p.head_size)),
+        value_size(p.value_size),
+        padded_size(padded(p.value_size)),
         reading(around) {
     const int64_t first = block.kv_head * p.num_tokens + p.cumulative_lengths[block.sequence];
     if (all_queries) queries = all_queries + (first * group + block.row_begin) * query_floats(p);
@@ -153,7 +155,7 @@ struct Chunk {
   void add(const Group& group) const {
     if constexpr (kRows > 1)
       if (group.count < kRows) return add<kAsks, kRows - 1>(group);
-    add_values<Type, kAsks, kRows>(group.scores, group.scales, tiles, rows.head_size, group.first,
+    add_values<Type, kAsks, kRows>(group.scores, group.scales, tiles, rows.value_size, group.first,
                                    group.last, group.factors, rows.padded_size,
                                    state.value + group.row * rows.padded_size);
   }
@@ -270,10 +272,22 @@ using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const T
 
 namespace {
 
+// All query heads share what a chunk's tiles are made of, so that few rows are many enough.
+static inline AttendKeys attend_latent_for(const Problem& p) {
+  if (p.cache_layout == kPaired) return attend_keys<Latent<PairedBFloat16>, true, PairedBFloat16>;
+  switch (p.cache_type) {
+    case kFloat16: return attend_keys<Latent<Float16>, true>;
+    case kBFloat16: return attend_keys<Latent<BFloat16>, true>;
+    case kInt8: return attend_keys<Latent<Int8>, true, Int8>;
+    default: return attend_keys<Latent<Float32>, true>;
+  }
+}
+
 static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
 #if defined(ONNXPORT_KERNELS_AMX)
   if (const AttendKeys attend = attend_keys_amx_for(p, rows)) return attend;
 #endif
+  if (p.latent) return attend_latent_for(p);
   const bool tiled = p.cache_layout == kTiled, few = rows <= kScoreRows && whole_vectors(p);
   if (p.cache_layout == kPaired)
     return few ? attend_keys<PairedBFloat16, true, PairedBFloat16, true>
@@ -361,11 +375,11 @@ static void write_output(const Rows& rows, const State& state) {
     const float factor = normalizer(p, state, row, head);
     const Vec::T factors = Vec::set1(factor);
     const float* value = state.value + row * rows.padded_size;
-    float* out = p.output + (token * p.num_heads + head) * p.head_size;
+    float* out = p.output + (token * p.num_heads + head) * p.value_size;
     int64_t i = 0;
-    for (; i + Vec::kWidth <= p.head_size; i += Vec::kWidth)
+    for (; i + Vec::kWidth <= p.value_size; i += Vec::kWidth)
       Vec::store(out + i, Vec::mul(factors, Vec::load(value + i)));
-    for (; i < p.head_size; i++) out[i] = value[i] * factor;
+    for (; i < p.value_size; i++) out[i] = value[i] * factor;
     if (++in_group == rows.group) {
       in_group = 0;
       token++;
@@ -379,8 +393,8 @@ struct Scratch {
   float* scores;
 };
 
-static inline Scratch scratch_of(int64_t head_size, float* memory) {
-  const int64_t state = state_floats(kRowBlock, head_size), row = padded(head_size);
+static inline Scratch scratch_of(const Problem& p, float* memory) {
+  const int64_t state = state_floats(kRowBlock, p.value_size), row = padded(p.head_size);
   float* key = memory + 2 * state;
   float* value = key + kChunk * row;
   float* one_tile = value + kChunk * row;
@@ -403,7 +417,7 @@ static void attend_segment(const Problem& p, const float* queries, const RowBloc
                            const Reading& reading, int64_t segment, const State& state,
                            float* memory) {
   attend_rows_of_segment(Rows(p, queries, block, reading), segment, state,
-                         scratch_of(p.head_size, memory));
+                         scratch_of(p, memory));
 }
 
 // A head's state among those that take turns: apart, for maxima are written by whole vectors.
@@ -425,8 +439,8 @@ static Rows rows_of_head(const Problem& p, const float* queries, RowBlock block,
 static void attend_in_turns(const Problem& p, const float* queries, const RowBlock& block,
                             int32_t heads, const Reading& reading, float* memory) {
   static_assert(Vec::kMostTurns * kTurnRows <= kRowBlock, "there is one state for all of them");
-  const Scratch scratch = scratch_of(p.head_size, memory);
-  const int64_t count = block.row_end - block.row_begin, size = padded(p.head_size);
+  const Scratch scratch = scratch_of(p, memory);
+  const int64_t count = block.row_end - block.row_begin, size = padded(p.value_size);
   const KeyRange keys = reading.own;
   const AttendKeys attend_keys = attend_keys_for(p, count);
   for (int64_t begin = keys.first, next; begin < keys.last; begin = next) {
@@ -450,7 +464,7 @@ static void attend(const Problem& p, const float* queries, const RowBlock& block
                    const Reading& reading, float* memory) {
   if (heads > 1) return attend_in_turns(p, queries, block, heads, reading, memory);
   const Rows rows(p, queries, block, reading);
-  const Scratch scratch = scratch_of(p.head_size, memory);
+  const Scratch scratch = scratch_of(p, memory);
   const KeyRange keys = rows.all_keys();
   const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
   attend_rows_of_segment(rows, first, scratch.total, scratch);
@@ -469,7 +483,19 @@ static void finish(const Problem& p, const RowBlock& block, const State* states,
   write_output(rows, states[0]);
 }
 
+static void prepare_latent(const Problem& p, float* queries, int64_t begin, int64_t end) {
+  auto run = prepare_tokens<Float32, false, true>;
+  switch (p.cache_type) {
+    case kFloat16: run = prepare_tokens<Float16, false, true>; break;
+    case kBFloat16: run = prepare_tokens<BFloat16, false, true>; break;
+    case kInt8: run = prepare_tokens<Int8, false, true>; break;
+    default: break;
+  }
+  run(p, queries, begin, end);
+}
+
 static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end) {
+  if (p.latent) return prepare_latent(p, queries, begin, end);
   const bool tiled = p.cache_layout == kTiled;
   auto run = prepare_tokens<Float32, false>;
   switch (p.cache_type) {

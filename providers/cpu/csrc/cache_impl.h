@@ -54,6 +54,14 @@ struct Int4 {
   static constexpr int kScaleElements = kScaleBytes;
 };
 
+// Rows of the canonical layout whose first channels are the value, too: see latent_impl.h. Type is what
+// products are of.
+template <class Type>
+struct Latent {
+  using Element = typename Type::Element;
+  static constexpr int kScaleElements = Type::kScaleElements;
+};
+
 template <class Type>
 constexpr bool has_scales() {
   return Type::kScaleElements != 0;
@@ -146,6 +154,12 @@ static inline float encode(Int8, const float* x, int64_t n, int8_t* out) {
 // Element offsets in the canonical layout, where keys and values lie alike.
 static inline int64_t canonical_at(const Problem& p, int64_t block, int64_t offset, int64_t head) {
   return ((block * p.block_size + offset) * p.kv_heads + head) * p.head_size;
+}
+
+// Element offset of a latent row.
+template <class Type>
+static inline int64_t latent_at(const Problem& p, int64_t block, int64_t offset) {
+  return (block * p.block_size + offset) * row_elements<Type>(p.head_size);
 }
 
 // Element offset of the tile that holds a slot. In it, but for pairs and quads, a token's key begins

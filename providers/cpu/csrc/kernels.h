@@ -14,6 +14,7 @@ constexpr int kRowBlock = 128;  // query rows that share the loaded keys
 constexpr int kTurnRows = 16;   // query rows of each of several heads, at most, that take turns
 constexpr int kMostScoreRows = 32;
 constexpr int kMaxHeadSize = 256;
+constexpr int kMaxLatentSize = 1024;
 
 // A row is one query head of one token. The rows of a kv head are numbered token by token, the
 // group's heads of a token side by side, so rows r0..r1 are contiguous in the prepared queries.
@@ -45,7 +46,7 @@ struct Reading {
 struct State {
   float* maximum;  // [rows]
   float* sum;      // [rows][16], partial sums by vector lane
-  float* value;    // [rows][padded head size], not yet divided by the sum
+  float* value;    // [rows][padded value size], not yet divided by the sum
 };
 
 constexpr int64_t kLoraPanel = 64;  // numbers of a row side by side; PANEL in graphs/lora.py
@@ -199,8 +200,8 @@ static inline int64_t query_floats(const Problem& p) {
 }
 
 // Floats of one State for so many rows.
-static inline int64_t state_floats(int64_t rows, int64_t head_size) {
-  return rows * (16 + padded(head_size)) + (rows + 15) / 16 * 16;
+static inline int64_t state_floats(int64_t rows, int64_t value_size) {
+  return rows * (16 + padded(value_size)) + (rows + 15) / 16 * 16;
 }
 
 static inline State state_at(float* memory, int64_t rows) {
@@ -209,9 +210,9 @@ static inline State state_at(float* memory, int64_t rows) {
 }
 
 // Floats of scratch that attend and attend_segment need.
-static inline int64_t scratch_floats(int64_t head_size) {
-  const int64_t tiles = 2 * kChunk * padded(head_size) + kTile * padded(head_size);
-  return 2 * state_floats(kRowBlock, head_size) + tiles + kMostScoreRows * kChunk;
+static inline int64_t scratch_floats(const Problem& p) {
+  const int64_t tiles = 2 * kChunk * padded(p.head_size) + kTile * padded(p.head_size);
+  return 2 * state_floats(kRowBlock, p.value_size) + tiles + kMostScoreRows * kChunk;
 }
 
 // The keys that a row sees, from its token's index among the sequence's new tokens.

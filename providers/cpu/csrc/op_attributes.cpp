@@ -112,11 +112,32 @@ void check_granularity(const Api& api, const Attributes& attributes, const char*
          wanted, what, found.c_str());
 }
 
+bool is_latent(const Api& api, const Attributes& attributes) {
+  const std::string layout = attributes.get<std::string>("kv_cache_layout", "SEPARATE");
+  if (layout != "SEPARATE" && layout != "LATENT")
+    fail(api, ort::kInvalidArgument, "kv_cache_layout must be SEPARATE or LATENT, found '%s'",
+         layout.c_str());
+  return layout == "LATENT";
+}
+
+// A latent cache is one of one head's keys, and no other one of values, which could have a type.
+void check_latent(const Api& api, const Attributes& attributes, const Problem& p) {
+  if (p.kv_heads != 1)
+    fail(api, ort::kInvalidArgument, "kv_num_heads must be 1 in the LATENT layout, found %lld",
+         static_cast<long long>(p.kv_heads));
+  if (p.cache_type == kInt4)
+    fail(api, ort::kNotImplemented,
+         "an int4 cache cannot be LATENT; allowed are float, float16, bfloat16 and int8");
+  for (const char* name : {"v_cache_dtype", "v_quant_type"}) {
+    const std::string found = attributes.get<std::string>(name, "");
+    if (!found.empty() && found != "NONE")
+      fail(api, ort::kInvalidArgument,
+           "attribute %s is '%s', but there is no value cache in the LATENT layout", name,
+           found.c_str());
+  }
+}
+
 CacheLayout layout_of(const Api& api, const Attributes& attributes) {
-  const std::string kv_layout = attributes.get<std::string>("kv_cache_layout", "SEPARATE");
-  if (kv_layout != "SEPARATE")
-    fail(api, ort::kNotImplemented, "kv_cache_layout must be SEPARATE, found '%s'",
-         kv_layout.c_str());
   const std::string layout = attributes.get<std::string>("cache_layout", "canonical");
   if (layout == "canonical") return kCanonical;
   if (layout == "tiled") return kTiled;
@@ -143,9 +164,14 @@ std::unique_ptr<Kernel> make_kernel(const Api& api, const ort::KernelInfo* info,
          "num_heads must be a positive multiple of kv_num_heads, found %lld and %lld",
          static_cast<long long>(p.num_heads), static_cast<long long>(p.kv_heads));
   check_cache_dtype(api, attributes, "k_cache_dtype", type);
-  check_cache_dtype(api, attributes, "v_cache_dtype", type);
   check_granularity(api, attributes, "k_quant_type", p.cache_type);
-  check_granularity(api, attributes, "v_quant_type", p.cache_type);
+  p.latent = is_latent(api, attributes);
+  if (p.latent) {
+    check_latent(api, attributes, p);
+  } else {
+    check_cache_dtype(api, attributes, "v_cache_dtype", type);
+    check_granularity(api, attributes, "v_quant_type", p.cache_type);
+  }
 
   const int64_t window = attributes.get<int64_t>("local_window_size", -1);
   if (window != -1 && window < 1)
@@ -167,9 +193,13 @@ std::unique_ptr<Kernel> make_kernel(const Api& api, const ort::KernelInfo* info,
   // ONNX Runtime's own kernels take 0 for "not given", too.
   p.scale = attributes.get<float>("scale", 0.f);
   kernel->has_scale = p.scale != 0.f;
-  if (const int64_t v_head_size = attributes.get<int64_t>("v_head_size", 0))
-    fail(api, ort::kNotImplemented, "v_head_size needs the LATENT layout, found %lld",
-         static_cast<long long>(v_head_size));
+  p.value_size = attributes.get<int64_t>("v_head_size", 0);  // 0: as wide as keys
+  if (p.value_size < 0)
+    fail(api, ort::kInvalidArgument, "v_head_size must not be negative, found %lld",
+         static_cast<long long>(p.value_size));
+  if (p.value_size && !p.latent)
+    fail(api, ort::kInvalidArgument, "v_head_size needs the LATENT layout, found %lld",
+         static_cast<long long>(p.value_size));
   return kernel;
 }
 

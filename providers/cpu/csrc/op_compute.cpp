@@ -58,6 +58,16 @@ struct Call {
 void read_projections(const Call& call, Problem& p) {
   const int64_t q_width = p.num_heads * p.head_size, kv_width = p.kv_heads * p.head_size;
   const Tensor& query = call.require(kQuery);
+  if (p.latent) {
+    p.key = call.require(kKey).as<float>();
+    call.expect(kQuery, {-1, q_width});
+    p.num_tokens = query.dims[0];
+    call.expect(kKey, {p.num_tokens, kv_width});
+    p.query = query.as<float>();
+    p.query_stride = q_width;
+    p.key_stride = kv_width;
+    return;
+  }
   const bool packed = !call.inputs[kKey] && !call.inputs[kValue];
   call.expect(kQuery, {-1, packed ? q_width + 2 * kv_width : q_width});
   p.num_tokens = query.dims[0];
@@ -148,6 +158,25 @@ void* open_cache(const Call& call, size_t output, const Tensor& input, const Pro
   return data;
 }
 
+// What there is of values: a cache like the keys', or nothing.
+void check_values(const Call& call, const Tensor& key_cache, const Problem& p) {
+  if (!p.latent) {
+    call.require(kValueCache);
+    call.expect(kValueCache,
+                {key_cache.dims[0], key_cache.dims[1], p.kv_heads, key_cache.dims[3]});
+    return;
+  }
+  for (const Input input : {kValue, kValueCache})
+    if (call.inputs[input])
+      fail(call.api, ort::kInvalidArgument,
+           "input %s must be absent in the LATENT layout, whose keys hold the values",
+           kInputNames[input]);
+  if (p.value_size != p.head_size && !call.kernel.has_scale)
+    fail(call.api, ort::kInvalidArgument,
+         "attribute scale is required where v_head_size %lld differs from head_size %lld",
+         static_cast<long long>(p.value_size), static_cast<long long>(p.head_size));
+}
+
 }  // namespace
 
 int parallel_for(void* context, size_t count, Task task, void* argument) {
@@ -163,11 +192,11 @@ void compute(const Kernel& kernel, ort::KernelContext* context) {
 
   const Tensor& key_cache = call.require(kKeyCache);
   call.expect(kKeyCache, {-1, -1, p.kv_heads, -1});
-  call.require(kValueCache);
-  call.expect(kValueCache, {key_cache.dims[0], key_cache.dims[1], p.kv_heads, key_cache.dims[3]});
   p.num_blocks = key_cache.dims[0];
   p.block_size = key_cache.dims[1];
   p.head_size = head_size_of(call, key_cache.dims[3]);
+  if (!p.value_size) p.value_size = p.head_size;
+  check_values(call, key_cache, p);
   if (!kernel.has_scale) {
     // 1 / sqrt in double, so that every platform rounds alike.
     p.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.head_size)));
@@ -185,14 +214,14 @@ void compute(const Kernel& kernel, ort::KernelContext* context) {
   char message[400];
   if (!validate(p, message, sizeof message)) fail(api, ort::kInvalidArgument, "%s", message);
 
-  const int64_t output_dims[2] = {p.num_tokens, p.num_heads * p.head_size};
+  const int64_t output_dims[2] = {p.num_tokens, p.num_heads * p.value_size};
   ort::Value* output = nullptr;
   check(api.output(context, 0, output_dims, 2, &output));
   void* output_data = nullptr;
   check(api.mutable_data(output, &output_data));
   p.output = static_cast<float*>(output_data);
   p.key_cache = open_cache(call, 1, key_cache, p);
-  p.value_cache = open_cache(call, 2, call.inputs[kValueCache], p);
+  if (!p.latent) p.value_cache = open_cache(call, 2, call.inputs[kValueCache], p);
 
   Parallel parallel{api, context};
   p.parallel_for = parallel_for;

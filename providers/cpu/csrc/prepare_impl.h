@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "int4_impl.h"
+#include "latent_impl.h"
 #include "quads_impl.h"
 #include "tiles_impl.h"
 
@@ -58,7 +59,7 @@ static inline void rotate(const Problem& p, int64_t position, float scale,
 // out = scale * rotation(norm(source)) of one head's vector; without norm_weight, no norm.
 static inline void project(const Problem& p, const float* source, const float* norm_weight,
                            int64_t position, float scale, float* out) {
-  float normed[kMaxHeadSize];
+  float normed[kMaxLatentSize];
   if (norm_weight) {
     memcpy(normed, source, static_cast<size_t>(p.head_size) * sizeof(float));
     rms_norm(p, norm_weight, normed);
@@ -100,7 +101,7 @@ static inline void prepare_query(const Problem& p, const TokenPlace& place, int6
         project(p, source, p.q_norm_weight, place.position, scale, x);
         continue;
       }
-      float projected[kMaxHeadSize];
+      float projected[kMaxLatentSize];
       project(p, source, p.q_norm_weight, place.position, scale, projected);
       if (has_integers(p))
         round_query(projected, p.head_size, x);
@@ -153,6 +154,21 @@ static inline void store_paired(const Problem& p, const float* key, const float*
   memcpy(numbers, rounded, static_cast<size_t>(p.head_size) * sizeof numbers[0]);
   uint16_t* pairs = values + token / 2 * 2 * p.head_size + token % 2;
   for (int64_t i = 0; i < p.head_size; i++) pairs[2 * i] = numbers[i];
+}
+
+// Writes a latent row, which is the value, too.
+template <class Type>
+static inline void store_latent(const Problem& p, const TokenPlace& place, int64_t token) {
+  const int64_t at = latent_at<Type>(p, place.slot / p.block_size, place.slot % p.block_size);
+  auto* out = static_cast<typename Type::Element*>(p.key_cache) + at;
+  float x[kMaxLatentSize];
+  project(p, p.key + token * p.key_stride, p.k_norm_weight, place.position, 1.f, x);
+  if constexpr (has_scales<Type>()) {
+    const float scale = encode(Type{}, x, p.head_size, out);
+    memcpy(out + p.head_size, &scale, sizeof scale);
+  } else {
+    encode(Type{}, x, p.head_size, out);
+  }
 }
 
 template <class Type, bool kIsTiled>
@@ -235,7 +251,7 @@ static inline bool begins_tile(const Problem& p, const TokenPlace& place, int64_
          place.position % kTile == 0 && token + kTile <= after;
 }
 
-template <class Type, bool kIsTiled>
+template <class Type, bool kIsTiled, bool kIsLatent = false>
 static void prepare_tokens(const Problem& p, float* queries, int64_t begin, int64_t end) {
   int64_t sequence = 0, stored = begin;  // tokens before `stored` are in the cache
   for (int64_t token = begin; token < end; token++) {
@@ -246,6 +262,9 @@ static void prepare_tokens(const Problem& p, float* queries, int64_t begin, int6
     if (is_paired<Type>() && begins_tile(p, place, token, end)) {
       store_paired_tile(p, place, token);
       stored = token + kTile;
+    } else if constexpr (kIsLatent) {
+      if (place.slot >= 0) store_latent<Type>(p, place, token);
+      stored = token + 1;
     } else {
       store_token<Type, kIsTiled>(p, place, token);
       stored = token + 1;

@@ -42,7 +42,7 @@ static inline void round_query(const float* x, int64_t n, float* out) {
     largest = pair > largest ? pair : largest;
   }
   const Rounding rounding(largest, kMostQueryPair);
-  int8_t numbers[kMaxHeadSize];
+  int8_t numbers[kMaxLatentSize];
   int32_t sum = 0;
   for (int64_t i = 0; i < n; i++) {
     // zero times what is not finite is no number, which must not be converted

@@ -48,7 +48,7 @@ static inline void clear_ahead(Tiles<Type>& tiles) {
 
 struct TileScratch {
   float* key;    // [kChunk / 16][padded head size][16]
-  float* value;  // [kChunk][padded head size]
+  float* value;  // [kChunk][padded head size], of latent rows, too
   float* row;    // [16][padded head size]
 };
 

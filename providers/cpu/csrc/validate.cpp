@@ -24,13 +24,37 @@ struct Report {
   }
 };
 
+bool validate_latent(const Problem& p, const Report& fail) {
+  if (p.kv_heads != 1)
+    return fail("a latent cache has one KV head, found kv_num_heads %lld", Long{p.kv_heads});
+  if (p.head_size < kTile || p.head_size > kMaxLatentSize || p.head_size % kTile != 0)
+    return fail("head_size of a latent cache must be a multiple of %d from %d to %d, found %lld",
+                kTile, kTile, kMaxLatentSize, Long{p.head_size});
+  if (p.value_size < kTile || p.value_size > p.head_size || p.value_size % kTile != 0)
+    return fail("v_head_size must be a multiple of %d from %d to the head_size %lld, found %lld",
+                kTile, kTile, Long{p.head_size}, Long{p.value_size});
+  if (p.cache_type == kInt4) return fail("a latent cache may not be int4");
+  if (p.cache_layout == kTiled)
+    return fail("a latent cache has the canonical or the paired cache layout, not the tiled one");
+  return true;
+}
+
+bool validate_head(const Problem& p, const Report& fail) {
+  if (p.latent) return validate_latent(p, fail);
+  if (p.head_size < 8 || p.head_size > kMaxHeadSize || p.head_size % 8 != 0)
+    return fail("head_size must be a multiple of 8 from 8 to %d, found %lld", kMaxHeadSize,
+                Long{p.head_size});
+  if (p.value_size != p.head_size)
+    return fail("values are as wide as keys, unless they are latent, found %lld and %lld",
+                Long{p.value_size}, Long{p.head_size});
+  return true;
+}
+
 bool validate_sizes(const Problem& p, const Report& fail) {
   if (p.num_heads < 1 || p.kv_heads < 1 || p.num_heads % p.kv_heads != 0)
     return fail("num_heads must be a positive multiple of kv_num_heads, found %lld and %lld",
                 Long{p.num_heads}, Long{p.kv_heads});
-  if (p.head_size < 8 || p.head_size > kMaxHeadSize || p.head_size % 8 != 0)
-    return fail("head_size must be a multiple of 8 from 8 to %d, found %lld", kMaxHeadSize,
-                Long{p.head_size});
+  if (!validate_head(p, fail)) return false;
   if (p.block_size < 1 || p.num_blocks < 0 || p.num_tokens < 0 || p.batch < 0 || p.table_width < 0)
     return fail("a size is negative or the block size is zero");
   if (p.num_tokens > INT32_MAX / p.num_heads)
@@ -40,12 +64,12 @@ bool validate_sizes(const Problem& p, const Report& fail) {
     return fail("unknown cache type %lld", Long{p.cache_type});
   if (p.cache_layout < kCanonical || p.cache_layout > kPaired)
     return fail("unknown cache layout %lld", Long{p.cache_layout});
-  if (p.cache_layout != kCanonical && p.block_size % kTile != 0)
+  if (p.cache_layout != kCanonical && !p.latent && p.block_size % kTile != 0)
     return fail("the %s cache layout needs a block size that is a multiple of %d, found %lld",
                 p.cache_layout == kTiled ? "tiled" : "paired", kTile, Long{p.block_size});
   if (p.cache_layout == kPaired && p.cache_type != kBFloat16)
     return fail("the paired cache layout holds bfloat16 only");
-  if (has_integers(p) && p.cache_layout != kTiled)
+  if (has_integers(p) && !p.latent && p.cache_layout != kTiled)
     return fail("an %s cache needs the tiled cache layout, which has room for its scales",
                 p.cache_type == kInt8 ? "int8" : "int4");
   if (!p.q_norm_weight != !p.k_norm_weight)

@@ -242,8 +242,8 @@ struct Vec {
   }
 
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {
-    for (int i = 0; i < 4; i++)
-      for (int j = 0; j < 4; j++) dst[16 * i + j] = src[j][offset + i];
+    for (int i = 0; i < 4; i++)  // by memcpy: they may be bits of something else
+      for (int j = 0; j < 4; j++) memcpy(dst + 16 * i + j, src[j] + offset + i, sizeof(float));
   }
 };
 

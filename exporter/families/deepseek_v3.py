@@ -1,0 +1,51 @@
+"""DeepSeek V3 and R1, Kimi K2, Moonlight: attention of latents, experts that sigmoids choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from onnxport.exporter.config import Config
+from onnxport.exporter.expertsconfig import corrected_experts
+from onnxport.exporter.families.base import Family
+from onnxport.exporter.latentconfig import latent_spec
+from onnxport.graphs.latent_spec import LatentSpec
+from onnxport.graphs.spec import ArchSpec
+
+_SIZES: Final = LatentSpec(
+    kv_rank=512, nope_size=128, rope_size=64, value_size=128, query_rank=1536
+)
+_FURTHER_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """DeepSeek V3: neighbours rotate unless told otherwise; groups of experts."""
+    spec = latent_spec(
+        config,
+        family="deepseek_v3",
+        defaults=_SIZES,
+        interleaved=config.get("rope_interleave", bool, True),
+        context_length=context_length,
+    )
+    config.ignore(*_FURTHER_LAYERS)
+    experts = corrected_experts(
+        config,
+        count=256,
+        per_token=8,
+        size=2048,
+        normalized=True,
+        shared=1,
+        first_dense=3,
+        scale=2.5,
+        groups=(8, 4),
+    )
+    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+
+
+FAMILY: Final = Family(
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    spec=read_spec,
+    further_layers=_FURTHER_LAYERS,
+    other_types=("kimi_k2",),
+)
