@@ -25,6 +25,7 @@ from onnxport.graphs.fields import (
     with_nulls,
     without_nulls,
 )
+from onnxport.graphs.linear_spec import LinearAttentionSpec
 
 HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
 
@@ -197,6 +198,8 @@ class ArchSpec:
     attention_sinks: bool | None = None  # a logit a head that takes part of the softmax; None: none
     stream_scale: float | None = None  # what the residual stream is that over; None: 1
     draft: DraftSpec | None = None  # it is a draft head; None: a model
+    linear: LinearAttentionSpec | None = None  # of layers without attention; None: all have it
+    attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -243,8 +246,24 @@ class ArchSpec:
             not self.raw_inputs or self.residual_scale is None,
             "residual_scale needs norms on what layers read, and raw_inputs says there are none",
         )
+        self._check_linear()
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
+
+    def _check_linear(self) -> None:
+        """Check what layers without attention need."""
+        if self.linear is None:
+            return
+        require(
+            len(self.linear.layers) == self.num_layers,
+            f"linear.layers are {list(self.linear.layers)} for {self.num_layers} layers",
+        )
+        require(self.draft is None, "a draft head has attention in each layer, linear says not")
+        require(
+            self.sliding_window == (None,) * self.num_layers,
+            f"beside linear attention no layer has a sliding window; they are "
+            f"{self.sliding_window}",
+        )
 
     @property
     def q_size(self) -> int:
@@ -269,6 +288,20 @@ class ArchSpec:
     def attention_inputs(self, layer: int) -> int:
         """Channels that the projections of a layer's attention read."""
         return 2 * self.hidden_size if self.draft and layer == 0 else self.hidden_size
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state of each sequence, and no keys and values."""
+        return tuple(layer for layer in range(self.num_layers) if self.is_linear(layer))
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values, which is all others."""
+        return tuple(layer for layer in range(self.num_layers) if not self.is_linear(layer))
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer keeps a state of each sequence in place of keys and values."""
+        return self.linear is not None and self.linear.layers[layer]
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
@@ -317,6 +350,8 @@ class ArchSpec:
             inner["experts"] = self.experts.to_json()
         if self.draft is not None:
             inner["draft"] = plain(self.draft)
+        if self.linear is not None:
+            inner["linear"] = plain(self.linear)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -335,6 +370,8 @@ class ArchSpec:
             fields["experts"] = ExpertsSpec.from_json(fields["experts"])
         if fields["draft"] is not None:
             fields["draft"] = DraftSpec.from_json(fields["draft"])
+        if fields["linear"] is not None:
+            fields["linear"] = LinearAttentionSpec.from_json(fields["linear"])
         return construct(cls, "model", fields)
 
 
@@ -391,6 +428,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "attention_sinks": (bool, NONE),
     "stream_scale": (float, NONE),
     "draft": (dict, NONE),
+    "linear": (dict, NONE),
+    "attention_gate": (bool, NONE),
 }
 _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     **dict.fromkeys(("count", "per_token", "size"), (int,)),
@@ -406,6 +445,7 @@ _LATER: Final = (
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
     *("experts", "attention_sinks", "stream_scale", "draft"),
+    *("linear", "attention_gate"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
 _LATER_OF_EXPERTS: Final = (
