@@ -60,20 +60,18 @@ def linear_attention(
 
     kernel = weights.vectors[f"{role}.conv"]
     kernel = kernel.view(f"{role}.conv.kernel", (sizes.channels, 1, sizes.kernel))
+    conv = StatePool(names.past_conv_state(layer), names.present_conv_state(layer), "conv")
+    delta = StatePool(
+        names.past_recurrent_state(layer), names.present_recurrent_state(layer), "delta"
+    )
     with g.scope("linear"):
         qkv = linear(f"{role}.qkv", x)
         gates = ops.cast(g, linear(f"{role}.ba", x), TensorProto.FLOAT, "gates")
         beta, decay = g.node("Split", [gates], outputs=2, name="split", axis=-1, num_outputs=2)
-        with g.scope("conv"):
-            pool = StatePool(names.past_conv_state(layer), names.present_conv_state(layer))
-            mixed = causal_convolution(g, qkv, g.weight(kernel), pool)
-        with g.scope("delta"):
-            pool = StatePool(
-                names.past_recurrent_state(layer), names.present_recurrent_state(layer)
-            )
-            found = gated_delta_net(
-                g, mixed, decay, beta, pool, a_log=vector("a_log"), dt_bias=vector("dt_bias")
-            )
+        mixed = causal_convolution(g, qkv, g.weight(kernel), conv)
+        found = gated_delta_net(
+            g, mixed, decay, beta, delta, a_log=vector("a_log"), dt_bias=vector("dt_bias")
+        )
         normed = ops.rms_norm(g, found, vector("norm"), spec.rms_norm_eps, "norm")
         flat = ops.reshape(g, normed, (0, sizes.value_width), "join")
         gate = ops.silu(g, ops.cast(g, linear(f"{role}.z", x), TensorProto.FLOAT, "z.cast"))

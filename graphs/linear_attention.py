@@ -19,15 +19,17 @@ class StatePool:
 
     past: str
     present: str
+    name: str  # of the operator, which names of nodes begin with
 
     def read(self, g: GraphBuilder) -> str:
         """The states that the rows of a batch begin with, [batch, …]."""
-        return g.node("Gather", [self.past, contract.STATE_READS], name="state.read", axis=0)
+        return g.node("Gather", [self.past, contract.STATE_READS], name=f"{self.name}.read", axis=0)
 
     def write(self, g: GraphBuilder, states: str) -> None:
         """Put what the rows leave, [batch, …], into their slots; others stay as they are."""
-        slots = g.node("Unsqueeze", [contract.STATE_WRITES, ops.last_axis(g)], name="state.slots")
-        g.node("ScatterND", [self.past, slots, states], outputs=[self.present], name="state.write")
+        slots = [contract.STATE_WRITES, ops.last_axis(g)]
+        written = [self.past, g.node("Unsqueeze", slots, name=f"{self.name}.slots"), states]
+        g.node("ScatterND", written, outputs=[self.present], name=f"{self.name}.write")
 
 
 def causal_convolution(g: GraphBuilder, x: str, weight: str, pool: StatePool) -> str:
@@ -47,7 +49,7 @@ def causal_convolution(g: GraphBuilder, x: str, weight: str, pool: StatePool) ->
         [x, weight, contract.CUMULATIVE_SEQUENCE_LENGTHS, "", pool.read(g)],
         outputs=[".out", ".state"],
         domain=contract.MICROSOFT,
-        name="conv",
+        name=pool.name,
         activation="silu",
     )
     pool.write(g, states)
@@ -87,7 +89,7 @@ def gated_delta_net(
         [qkv, "", "", lengths, decay, beta, pool.read(g), a_log, dt_bias],
         outputs=[".out", ".state"],
         domain=contract.MICROSOFT,
-        name="delta",
+        name=pool.name,
         update_rule="gated_delta",
         gate_activation="qwen",
         beta_activation="sigmoid",
