@@ -22,6 +22,8 @@ from onnxport.exporter.graph_parts import (
     rope_tables,
     sinks,
 )
+from onnxport.exporter.linear_layer import declare_states as declare_slots
+from onnxport.exporter.linear_layer import linear_attention
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
@@ -62,7 +64,10 @@ class _Decoder:
                     read, hidden = self.read_states(spec.draft, hidden)
                 else:
                     read, hidden = self.read(hidden, delta, f"layers.{layer}.input_norm")
-                attended = self.attention(layer, read)
+                if spec.is_linear(layer):
+                    attended = linear_attention(g, spec, self.weights, layer, read, self.linear)
+                else:
+                    attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
@@ -125,6 +130,15 @@ class _Decoder:
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
 
     def attention(self, layer: int, x: str) -> str:
+        """Attention, times the sigmoid of a product where the model has that."""
+        attended = self.heads(layer, x)
+        if not self.spec.attention_gate:
+            return attended
+        gate = self.linear(f"layers.{layer}.attention_gate", x)
+        part = self.g.node("Sigmoid", [gate], name="attention_gate.sigmoid")
+        return self.g.node("Mul", [attended, part], name="attention.gated")
+
+    def heads(self, layer: int, x: str) -> str:
         """Packed projection and attention; with QK-norm the heads are normalized between."""
         g, spec = self.g, self.spec
         qkv = self.linear(f"layers.{layer}.qkv", x)
@@ -318,6 +332,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         declare_states(g, spec.draft, spec.hidden_size)
     pool: list[int | str] = [names.NUM_BLOCKS, names.BLOCK_SIZE, spec.num_kv_heads, spec.head_size]
     declare_caches(g, spec, dtype, pool, pool)
+    declare_slots(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
 
     def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
