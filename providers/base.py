@@ -49,6 +49,7 @@ class Features:
     # matmul_accuracy_level -> the type that all activations have then; others leave it open.
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
+    has_states: bool = False  # layers of linear attention run, which keep states of sequences
     # Attention -> the activations that it takes; one that is not there takes all.
     attention_dtypes: Mapping[Attention, tuple[str, ...]] = field(default_factory=dict)
 

@@ -81,6 +81,7 @@ class CpuProvider:
             dtypes=(COMPUTE_DTYPE,),
             kv_cache_dtypes=supported_dtypes(custom=has_kernel),
             has_experts=True,
+            has_states=True,
         )
         versions = {
             "onnxruntime": ort.__version__,
