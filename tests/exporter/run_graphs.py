@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -60,13 +61,23 @@ class GqaRunner:
 
     def __init__(self, session: ort.InferenceSession, spec: ArchSpec) -> None:
         self._session = session
-        self._layers = range(spec.num_layers)
         empty = np.zeros((1, spec.num_kv_heads, 0, spec.head_size), np.float32)
-        self._past = dict.fromkeys(self._names(contract.past_key, contract.past_value), empty)
+        self._past = {
+            name: empty
+            for layer in spec.cached_layers
+            for name in (contract.past_key(layer), contract.past_value(layer))
+        }
+        self._presents = [name.replace("past_key_values", "present") for name in self._past]
+        for layer in spec.linear_layers:
+            assert spec.linear is not None
+            heads, value_size, key_size = spec.linear.recurrent_state
+            conv = np.zeros((1, *spec.linear.conv_state), np.float32)
+            recurrent = np.zeros((1, heads, key_size, value_size), np.float32)
+            self._past[contract.gqa_past_conv_state(layer)] = conv
+            self._past[contract.gqa_past_recurrent_state(layer)] = recurrent
+            self._presents.append(contract.gqa_present_conv_state(layer))
+            self._presents.append(contract.gqa_present_recurrent_state(layer))
         self._length = 0
-
-    def _names(self, *makers: object) -> list[str]:
-        return [make(layer) for layer in self._layers for make in makers]  # type: ignore[operator]
 
     def step(self, token_ids: NDArray[np.int64]) -> Logits:
         self._length += len(token_ids)
@@ -75,8 +86,7 @@ class GqaRunner:
             contract.ATTENTION_MASK: np.ones((1, self._length), np.int64),
             **self._past,
         }
-        presents = self._names(contract.present_key, contract.present_value)
-        logits, *caches = self._session.run([contract.LOGITS, *presents], feeds)
+        logits, *caches = self._session.run([contract.LOGITS, *self._presents], feeds)
         self._past = dict(zip(self._past, caches, strict=True))
         return logits[0]
 
@@ -91,7 +101,7 @@ class PagedRunner:
         shape = (order.size, BLOCK_SIZE, spec.num_kv_heads, spec.head_size)
         self._caches = {
             name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
-            for layer in range(spec.num_layers)
+            for layer in spec.cached_layers
             for name in (contract.past_key(layer), contract.past_value(layer))
         }
         self._length = 0
@@ -152,12 +162,12 @@ def greedy(run: Runner, prompt: NDArray[np.int64], count: int) -> list[int]:
     return found
 
 
-def check_golden(artifact: Artifact) -> None:
-    """Check each graph's logits against those of the export."""
+def check_golden(artifact: Artifact, kinds: Sequence[Kind] | None = None) -> None:
+    """Check graphs' logits against those of the export; None: of all that there are."""
     with np.load(artifact.path / "golden.npz") as golden:
         token_ids, rows, logits = (golden[key] for key in ("token_ids", "logits_indices", "logits"))
     kernel = find_library()
-    kinds: list[Kind] = ["gqa", "decomposed", *(["custom"] if kernel else [])]
-    for kind in kinds:
+    every: list[Kind] = ["gqa", "decomposed", *(["custom"] if kernel else [])]
+    for kind in kinds or every:
         found = Graph(artifact, kind, kernel).logits(token_ids)[rows]
         np.testing.assert_allclose(found, logits, atol=1e-4, err_msg=kind)
