@@ -17,6 +17,7 @@ from onnxport.providers.registry import AUTO, get_provider, open_model, read_art
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
+from onnxport.serving.linear_attention import check_options, slots_wanted
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def open_engine(
     Raises:
         ArtifactError: `path` is not a valid artifact, or has no tokenizer and needs one, or a draft
             model has another one.
-        ProviderError: no provider that may can run it, or a fallback could never do so.
+        ProviderError: no provider that may can run it, or a fallback could never do so, or an
+            option does not go with it.
         CapacityError: it does not fit the memory.
     """
     config = config or EngineConfig()
@@ -82,6 +84,9 @@ def open_engine(
         )
     artifact = read_artifact(path, chosen)
     refuse_head(artifact)
+    if artifact.manifest.model.linear is not None:
+        check_options(config, max_adapters=chosen.max_adapters)
+        chosen = replace(chosen, state_slots=chosen.state_slots or slots_wanted(config))
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
