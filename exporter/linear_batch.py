@@ -10,10 +10,10 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxport.exporter.linear_layer import DeltaInputs
-from onnxport.exporter.linear_reference import NORM_EPSILON
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import Dims, GraphBuilder
+from onnxport.graphs.linear_nodes import LENGTH_EPSILON
 from onnxport.graphs.linear_spec import LinearAttentionSpec
 from onnxport.graphs.spec import ArchSpec
 
@@ -93,7 +93,7 @@ def _unit(g: GraphBuilder, linear: LinearAttentionSpec, x: str, scale: float, na
     """
     heads = ops.reshape(g, x, (0, 0, linear.key_heads, linear.key_size), f"{name}.heads")
     weight = g.constant(np.full(linear.key_size, scale, np.float32), f"{name}.scale")
-    normed = ops.rms_norm(g, heads, weight, float(NORM_EPSILON) / linear.key_size, f"{name}.unit")
+    normed = ops.rms_norm(g, heads, weight, LENGTH_EPSILON / linear.key_size, f"{name}.unit")
     shared = linear.value_heads // linear.key_heads
     if shared > 1:
         places = np.repeat(np.arange(linear.key_heads), shared).astype(np.int64)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onnx import TensorProto
+
 from onnxport.graphs import contract, ops
 from onnxport.graphs.builder import GraphBuilder
 
@@ -27,8 +29,9 @@ class StatePool:
 
     def write(self, g: GraphBuilder, states: str) -> None:
         """Put what the rows leave, [batch, …], into their slots; others stay as they are."""
-        slots = [contract.STATE_WRITES, ops.last_axis(g)]
-        written = [self.past, g.node("Unsqueeze", slots, name=f"{self.name}.slots"), states]
+        numbers = ops.cast(g, contract.STATE_WRITES, TensorProto.INT64, f"{self.name}.slots")
+        slots = g.node("Unsqueeze", [numbers, ops.last_axis(g)], name=f"{self.name}.column")
+        written = [self.past, slots, states]
         g.node("ScatterND", written, outputs=[self.present], name=f"{self.name}.write")
 
 

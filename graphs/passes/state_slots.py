@@ -15,7 +15,7 @@ import onnx
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
-from onnxport.graphs.inspect import attribute_int, consumers, initializers, input_at, producers
+from onnxport.graphs.inspect import attribute_int, consumers, initializers, producers
 from onnxport.graphs.linear_nodes import (
     DELTA_NET,
     CausalConvNode,

@@ -21,7 +21,7 @@ from tests.exporter.run_graphs import Graph, Kind, check_golden, greedy, start
 from tests.exporter.test_genai import PROMPT, generate
 
 Exported = tuple[PreTrainedModel, Artifact]
-KINDS: list[Kind] = ["gqa"]
+KINDS: list[Kind] = ["gqa", "decomposed"]
 
 
 @pytest.fixture(scope="module", params=HYBRID)
@@ -60,8 +60,13 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
     assert generate(path, PROMPT, 12) == checkpoints.greedy(model, PROMPT, 12)
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *(("qwen3.5", "int4"), ("qwen3.5", "int8"), ("qwen3.5-tied", "fp16")),
+        *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
+    ],
+)
 def test_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
     checkpoints.make(HYBRID[name], tmp_path / "checkpoint")
     options = ExportOptions(precision=precision, threads=1, group_size=32)
