@@ -151,8 +151,7 @@ def _export(
             writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
         _tell_kept(weights, options)
         writer.write_graph("paged", paged_graph(spec, weights.stored))
-        if spec.linear is None:
-            writer.write_graph("gqa", gqa_graph(spec, weights.stored))
+        writer.write_graph("gqa", gqa_graph(spec, weights.stored))
         _write_small_files(writer, job.files, spec, job.tokens)
         manifest = _manifest(spec, options, job.tokens, job.folder)
         moved = weights.stored.have_zero_points or None
@@ -201,13 +200,7 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: Special
             "max_tokens; a generation_config.json beside the tokenizer, with %s, tells some",
             *(folder.path, END),
         )
-    if spec.linear is not None:
-        logger.warning(
-            "the artifact will have no %s, nor %s for onnxruntime-genai: the layers of this model "
-            "that keep a state are in the paged graph alone, which onnxport serves",
-            *(GRAPH_FILES["gqa"], genai.FILE),
-        )
-    elif spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
+    if spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
         logger.warning(
             "%s, and so onnxruntime-genai, will not run in ONNX Runtime: its GroupQueryAttention "
             "takes multiples of %d channels, and this model's heads have %d, of which %d rotate. "
@@ -341,8 +334,6 @@ def _write_small_files(
             writer.copy_file(folder / name)
     for template in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
         writer.copy_file(template, f"{TEMPLATE_FOLDER}/{template.name}")
-    if spec.linear is not None:
-        return
     generation = read_json(folder / "generation_config.json")
     config = genai.genai_config(spec, tokens, generation)
     writer.write_bytes(genai.FILE, genai.dumps(config))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.linear_nodes import LENGTH_EPSILON
 from onnxport.graphs.linear_spec import LinearAttentionSpec
 
 Array = NDArray[np.float32]
-
-NORM_EPSILON: Final = np.float32(1e-6)  # of the sum of squares of a query or key
 
 
 def convolve(x: Array, kernel: Array) -> Array:
@@ -74,5 +71,5 @@ def softplus(x: Array) -> Array:
 
 def _unit(x: Array) -> Array:
     """Vectors of length 1 along the last axis."""
-    result: Array = x / np.sqrt(np.square(x).sum(-1, keepdims=True) + NORM_EPSILON)
+    result: Array = x / np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(LENGTH_EPSILON))
     return result

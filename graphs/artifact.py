@@ -96,19 +96,8 @@ class Artifact:
     def load_graph(self, kind: GraphKind) -> onnx.ModelProto:
         """The graph, its weights still in the weights file. Raises ArtifactError if absent."""
         if GRAPH_FILES[kind] not in self.manifest.files:
-            raise ArtifactError(
-                f"{self.path} has no {kind} graph ({GRAPH_FILES[kind]}){self._why_none(kind)}"
-            )
+            raise ArtifactError(f"{self.path} has no {kind} graph ({GRAPH_FILES[kind]})")
         return self._parse(GRAPH_FILES[kind])
-
-    def _why_none(self, kind: GraphKind) -> str:
-        """Why a graph is not there, where that is so of the model."""
-        if kind == "gqa" and self.manifest.model.linear is not None:
-            return (
-                ": layers of this model keep a state of each sequence, which only the paged graph "
-                "has; onnxport serves that one"
-            )
-        return ""
 
     def read_tensor(self, initializer: onnx.TensorProto) -> NDArray[Any]:
         """An initializer of one of the graphs; external data is a read-only memory map."""

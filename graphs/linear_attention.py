@@ -29,8 +29,8 @@ class StatePool:
 
     def write(self, g: GraphBuilder, states: str) -> None:
         """Put what the rows leave, [batch, …], into their slots; others stay as they are."""
-        numbers = ops.cast(g, contract.STATE_WRITES, TensorProto.INT64, f"{self.name}.numbers")
-        slots = g.node("Unsqueeze", [numbers, ops.last_axis(g)], name=f"{self.name}.slots")
+        numbers = ops.cast(g, contract.STATE_WRITES, TensorProto.INT64, f"{self.name}.slots")
+        slots = g.node("Unsqueeze", [numbers, ops.last_axis(g)], name=f"{self.name}.column")
         written = [self.past, slots, states]
         g.node("ScatterND", written, outputs=[self.present], name=f"{self.name}.write")
 

@@ -37,8 +37,8 @@ _CONV_PLAN = "convolution"  # scope of what convolutions share
 def decompose_linear(model: onnx.ModelProto) -> PassResult:
     """Replace VarlenCausalConvWithState and GatedDeltaNet by standard operators.
 
-    Sequences of no new tokens keep their states, but one must have some. Whatever the activations are, all is computed in
-    float32.
+    Sequences of no new tokens keep their states, but one must have some. Whatever the activations
+    are, all is computed in float32.
 
     Args:
         model: A paged graph, in its final types.

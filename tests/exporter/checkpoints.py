@@ -437,7 +437,7 @@ CASES: Mapping[str, Case] = {
 
 _DELTA_NETS: Mapping[str, Any] = {
     "num_hidden_layers": 4,
-    "head_dim": 32,
+    "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 16,
@@ -482,7 +482,7 @@ HYBRID: Mapping[str, Case] = {
                 "factor": 4.0,
                 "original_max_position_embeddings": 16,
                 "partial_rotary_factor": 0.5,
-                "mrope_section": [3, 3, 2],
+                "mrope_section": [6, 5, 5],
                 "mrope_interleaved": True,
             },
         },

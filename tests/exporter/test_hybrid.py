@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from onnxport.errors import ArtifactError, CheckpointError, UnsupportedModelError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
 from onnxport.exporter.families import FAMILIES
@@ -268,20 +269,13 @@ def test_what_no_qwen3_5_moe_is(key: str, value: object) -> None:
         configs.read(text | {key: value})
 
 
-def test_no_graph_with_one_contiguous_cache(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_manifest_says_which_layers_have_a_state(tmp_path: Path) -> None:
     checkpoints.make(HYBRID["qwen3.5"], tmp_path / "checkpoint")
-    with caplog.at_level(logging.WARNING):
-        artifact = exported(tmp_path / "checkpoint")
-    assert "will have no model_gqa.onnx" in caplog.text
-    assert not {"model_gqa.onnx", "genai_config.json"} & {*artifact.manifest.files}
-    assert not artifact.has_gqa
-    with pytest.raises(ArtifactError, match="layers of this model keep a state of each sequence"):
-        artifact.load_graph("gqa")
+    artifact = exported(tmp_path / "checkpoint")
     stored = json.loads((artifact.path / "manifest.json").read_text())["model"]
     assert stored["linear"]["layers"] == [True, True, True, False]
     assert stored["attention_gate"] is True
+    assert artifact.has_gqa
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16", "fp32"])
@@ -290,29 +284,44 @@ def test_inputs_and_outputs(precision: str, tmp_path: Path) -> None:
     artifact = exported(
         tmp_path / "checkpoint", ExportOptions(precision=precision, threads=1, group_size=32)
     )
-    graph = artifact.load_graph("paged").graph
-    dtypes = {one.name: one.type.tensor_type.elem_type for one in (*graph.input, *graph.output)}
-    shapes = {
-        one.name: [d.dim_param or d.dim_value for d in one.type.tensor_type.shape.dim]
-        for one in (*graph.input, *graph.output)
-    }
-    assert {name for name in dtypes if "key" in name or "value" in name} == {
-        *(contract.past_key(3), contract.past_value(3)),
-        *(contract.present_key(3), contract.present_value(3)),
-    }
-    activations, float32 = (1 if precision == "fp32" else 10), 1
+    activations, float32, int32 = (1 if precision == "fp32" else 10), 1, 6
+    pool = "num_states"
+    wanted = {contract.STATE_READS: (int32, ["batch"]), contract.STATE_WRITES: (int32, ["batch"])}
     for layer in (0, 1, 2):
-        for name in (contract.past_conv_state(layer), contract.present_conv_state(layer)):
-            assert (dtypes[name], shapes[name]) == (activations, ["num_states", 112, 3])
-        for name in (contract.past_recurrent_state(layer), contract.present_recurrent_state(layer)):
-            assert (dtypes[name], shapes[name]) == (float32, ["num_states", 6, 8, 16])
-    assert contract.past_conv_state(3) not in dtypes
-    for name in (contract.STATE_READS, contract.STATE_WRITES):
-        assert (dtypes[name], shapes[name]) == (6, ["batch"])  # int32
+        conv, recurrent = (activations, [pool, 112, 3]), (float32, [pool, 6, 8, 16])
+        wanted[contract.past_conv_state(layer)] = conv
+        wanted[contract.present_conv_state(layer)] = conv
+        wanted[contract.past_recurrent_state(layer)] = recurrent
+        wanted[contract.present_recurrent_state(layer)] = recurrent
+    for name in (contract.past_key(3), contract.past_value(3)):
+        cache = (activations, ["num_blocks", "block_size", 2, 64])
+        wanted[name] = wanted[name.replace("past_key_values", "present")] = cache
+    graph = artifact.load_graph("paged").graph
+    found = _inputs_and_outputs(graph)
+    assert {name: one for name, one in found.items() if _is_state(name)} == wanted
     types = {one.name: one.data_type for one in graph.initializer}
     assert types["layers.0.linear.a_log.weight"] == float32
     assert types["layers.0.linear.dt_bias.weight"] == float32
     assert types["layers.0.linear.ba.weight"] == activations  # in every precision
+    rows = _inputs_and_outputs(artifact.load_graph("gqa").graph)
+    for layer in (0, 1, 2):
+        assert rows[contract.gqa_past_conv_state(layer)] == (activations, ["batch", 112, 3])
+        assert rows[contract.gqa_past_recurrent_state(layer)] == (float32, ["batch", 6, 16, 8])
+    assert contract.past_key(0) not in rows
+
+
+def _inputs_and_outputs(graph: onnx.GraphProto) -> dict[str, tuple[int, list[int | str]]]:
+    return {
+        one.name: (
+            one.type.tensor_type.elem_type,
+            [d.dim_param or d.dim_value for d in one.type.tensor_type.shape.dim],
+        )
+        for one in (*graph.input, *graph.output)
+    }
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(("past_", "present", "state_")) and "sequence_lengths" not in name
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("int4", 0.6), ("int8", 0.1), ("fp16", 0.02)])
