@@ -16,7 +16,10 @@ MOST_GROUPS = 8  # each is one more table to fill in every step
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """How the layers of a model share block tables and caches."""
+    """How the layers of a model share block tables and caches.
+
+    Layers are those with keys and values, in their order: `ArchSpec.cached_layers`.
+    """
 
     windows: tuple[int | None, ...]  # of each group: tokens a query sees, its own too; None: all
     places: tuple[tuple[int, int], ...]  # of each layer: its group, and its place in a block

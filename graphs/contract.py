@@ -19,6 +19,12 @@ PAST_SEQUENCE_LENGTHS: Final = "past_sequence_lengths"  # int32 [batch], tokens 
 ATTENTION_METADATA: Final = "attention_metadata"  # int32 [3], host
 LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_ids needing logits
 
+# Paged graph, inputs of models with layers that keep a state of each sequence, in slots. The state
+# that a row begins with is in one, of which 0 has all zeros, for a sequence that begins; and that
+# behind its last new token is written to another, which no row of the step reads, and is not 0.
+STATE_READS: Final = "state_reads"  # int32 [batch]
+STATE_WRITES: Final = "state_writes"  # int32 [batch], distinct
+
 # Paged graph, inputs of lowered graphs that need not compute all logits: how many of a row's
 # largest ones must be exact, 0 for all; others may be anything less than the last of these. And of
 # which ones that is said: those whose bit i % 32 of word i // 32 is set, or of all where there are
@@ -75,6 +81,7 @@ NUM_ALLOWED: Final = "num_allowed"  # num_logits or 0
 NUM_RACES: Final = "num_races"  # num_logits or 0
 NUM_BLOCKS: Final = "num_blocks"
 BLOCK_SIZE: Final = "block_size"
+NUM_STATES: Final = "num_states"  # slots, the one of zeros included
 
 MICROSOFT: Final = "com.microsoft"  # domain of PagedAttention, GroupQueryAttention, MatMulNBits
 ONNX_OPSET: Final = 21
@@ -125,6 +132,49 @@ def cache_names(layer: int, parts: int) -> tuple[tuple[str, str], ...]:
     """Input and output of each cache of `layer`; `parts` are `ArchSpec.cache_parts`."""
     key, value = (past_key(layer), present_key(layer)), (past_value(layer), present_value(layer))
     return (key, value)[:parts]
+
+
+def past_conv_state(layer: int) -> str:
+    """Input of `layer`: [num_states, channels, kernel - 1], of the activations' type.
+
+    The last inputs of the convolution, the latest last.
+    """
+    return f"past_conv_state.{layer}"
+
+
+def present_conv_state(layer: int) -> str:
+    """Output of `layer`, which aliases its input."""
+    return f"present_conv_state.{layer}"
+
+
+def past_recurrent_state(layer: int) -> str:
+    """Input of `layer`: float32 [num_states, value_heads, value_size, key_size]."""
+    return f"past_recurrent_state.{layer}"
+
+
+def present_recurrent_state(layer: int) -> str:
+    """Output of `layer`, which aliases its input."""
+    return f"present_recurrent_state.{layer}"
+
+
+def gqa_past_conv_state(layer: int) -> str:
+    """GQA graph, input of `layer`: [batch, channels, kernel - 1], of the activations' type."""
+    return f"past_key_values.{layer}.conv_state"
+
+
+def gqa_present_conv_state(layer: int) -> str:
+    """GQA graph, output of `layer`."""
+    return f"present.{layer}.conv_state"
+
+
+def gqa_past_recurrent_state(layer: int) -> str:
+    """GQA graph, input of `layer`: float32 [batch, value_heads, key_size, value_size]."""
+    return f"past_key_values.{layer}.recurrent_state"
+
+
+def gqa_present_recurrent_state(layer: int) -> str:
+    """GQA graph, output of `layer`."""
+    return f"present.{layer}.recurrent_state"
 
 
 # What MatMulNBits and QMoE may bring their activations to, by their attribute accuracy_level.

@@ -27,6 +27,7 @@ from onnxport.graphs.fields import (
     without_nulls,
 )
 from onnxport.graphs.latent_spec import LatentSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec
 
 HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
 
@@ -144,6 +145,8 @@ class ArchSpec:
     draft: DraftSpec | None = None  # it is a draft head; None: a model
     # Attention is of latents: `head_size` and `num_kv_heads` are then of what the cache holds.
     latent: LatentSpec | None = None
+    linear: LinearAttentionSpec | None = None  # of layers without attention; None: all have it
+    attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -192,6 +195,11 @@ class ArchSpec:
         )
         if self.latent is not None:
             self._check_latent(self.latent)
+        require(
+            not (self.attention_gate and self.qkv_bias),
+            "attention_gate and qkv_bias exclude each other",
+        )
+        self._check_linear()
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
 
@@ -218,9 +226,26 @@ class ArchSpec:
             "attention_softcap": self.attention_softcap,
             "sliding_window": any(self.sliding_window),
             "draft": self.draft,
+            "linear": self.linear,
+            "attention_gate": self.attention_gate,
         }
         found = [name for name, one in others.items() if one]
         require(not found, f"latent attention does not go with {' and '.join(found)}")
+
+    def _check_linear(self) -> None:
+        """Check what layers without attention need."""
+        if self.linear is None:
+            return
+        require(
+            len(self.linear.layers) == self.num_layers,
+            f"linear.layers are {list(self.linear.layers)} for {self.num_layers} layers",
+        )
+        require(self.draft is None, "a draft head has attention in each layer, linear says not")
+        require(
+            self.sliding_window == (None,) * self.num_layers,
+            f"beside linear attention no layer has a sliding window; they are "
+            f"{self.sliding_window}",
+        )
 
     @property
     def cache_parts(self) -> int:
@@ -255,6 +280,20 @@ class ArchSpec:
     def attention_inputs(self, layer: int) -> int:
         """Channels that the projections of a layer's attention read."""
         return 2 * self.hidden_size if self.draft and layer == 0 else self.hidden_size
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state of each sequence, and no keys and values."""
+        return tuple(layer for layer in range(self.num_layers) if self.is_linear(layer))
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values, which is all others."""
+        return tuple(layer for layer in range(self.num_layers) if not self.is_linear(layer))
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer keeps a state of each sequence in place of keys and values."""
+        return self.linear is not None and self.linear.layers[layer]
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
@@ -305,6 +344,8 @@ class ArchSpec:
             inner["draft"] = plain(self.draft)
         if self.latent is not None:
             inner["latent"] = plain(self.latent)
+        if self.linear is not None:
+            inner["linear"] = plain(self.linear)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -325,6 +366,8 @@ class ArchSpec:
             fields["draft"] = DraftSpec.from_json(fields["draft"])
         if fields["latent"] is not None:
             fields["latent"] = LatentSpec.from_json(fields["latent"])
+        if fields["linear"] is not None:
+            fields["linear"] = LinearAttentionSpec.from_json(fields["linear"])
         return construct(cls, "model", fields)
 
 
@@ -382,12 +425,15 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "stream_scale": (float, NONE),
     "draft": (dict, NONE),
     "latent": (dict, NONE),
+    "linear": (dict, NONE),
+    "attention_gate": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
-    *("experts", "attention_sinks", "stream_scale", "draft", "latent"),
+    *("experts", "attention_sinks", "stream_scale", "draft"),
+    *("latent", "linear", "attention_gate"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from onnxport.kv.pool import BlockPool, Eviction
 from onnxport.kv.prefix import KeyChain
+from onnxport.kv.states import StateStep
 
 BLOCK_ID_TYPECODE = "i"  # C int: the contract's int32, so a table is copied without converting it
 
@@ -101,6 +102,7 @@ class Reservation:
     claims: tuple[Claim, ...]
     copies: tuple[Copy, ...]  # copy-on-write, in the order of the claims that ask for it
     evictions: tuple[Eviction, ...]  # blocks to be saved now if they are to be saved at all
+    states: StateStep | None = None  # None: the model has none
 
 
 def share(pool: BlockPool, claims: Sequence[Claim]) -> None:

@@ -49,6 +49,7 @@ class Features:
     # matmul_accuracy_level -> the type that all activations have then; others leave it open.
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
+    has_states: bool = False  # layers of linear attention run, which keep states of sequences
     # Attention -> the activations that it takes; one that is not there takes all.
     attention_dtypes: Mapping[Attention, tuple[str, ...]] = field(default_factory=dict)
 
@@ -150,6 +151,10 @@ class LoadOptions:
     # Layers, from 0: `run` tells what these read of the residual stream, see
     # `StepInputs.hidden_states`.
     hidden_layers: tuple[int, ...] = ()
+    # States of sequences that a model with linear attention is to have room for, see
+    # `Capabilities.state_slots`; None: as many as the provider likes. It may give fewer, where
+    # there is no memory for more. Other models have none, whatever is asked for.
+    state_slots: int | None = None
 
     def __post_init__(self) -> None:
         """Spell types in one way, and refuse what no provider could mean."""
@@ -161,7 +166,7 @@ class LoadOptions:
                 f"adapter_dtype is {self.adapter_dtype!r}; it must be auto or one of "
                 f"{', '.join(ADAPTER_DTYPES)}"
             )
-        numbers = ("threads", "kv_cache_tokens", "block_size", "max_model_len")
+        numbers = ("threads", "kv_cache_tokens", "block_size", "max_model_len", "state_slots")
         for name in (*numbers, "max_adapters", "max_adapter_rank", "matmul_accuracy_level"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -252,7 +257,7 @@ class KVFormat:
             groups: how its layers are divided; None: not at all.
         """
         spec, fingerprint = artifact.manifest.model, artifact.manifest.fingerprint
-        layers = spec.num_layers
+        layers = len(spec.cached_layers)
         places: tuple[tuple[int, int], ...] = ()
         if groups is not None and len(groups.windows) > 1:
             layers, places = groups.num_places, groups.places
@@ -294,6 +299,11 @@ class Capabilities:
     # Whether a token that joins a block of the cache lets those before it be rounded anew, so that
     # one which is overwritten afterwards leaves a trace in them.
     rounds_anew: bool = False
+    # Slots for states of sequences, numbered from 1; 0: the model's layers have K/V alone. A state
+    # is what layers of linear attention know of all tokens of a sequence so far; that of no tokens
+    # is slot 0.
+    state_slots: int = 0
+    state_bytes: int = 0  # of one slot over all layers that have states; 0 without slots
 
     @property
     def kv_tokens(self) -> int:
@@ -334,6 +344,11 @@ class StepInputs:
     # [num_tokens, Capabilities.features], which `run` writes: what LoadOptions.hidden_layers read
     # of each token, side by side. None: nobody wants to know.
     hidden_states: NDArray[np.float32] | None = None
+    # [batch], slots of states: the one that a row goes on from, 0 where it begins, and the one that
+    # it leaves its state in after its last token. The latter are distinct, none is 0, and none is
+    # read by any row of the step. None where `Capabilities.state_slots` is 0.
+    state_reads: NDArray[np.int32] | None = None
+    state_writes: NDArray[np.int32] | None = None
     # Of a draft head alone, and of each of them: `contract` says what they are.
     target_hidden_states: NDArray[np.float32] | None = None  # [num_tokens, features]
     draft_hidden_states: NDArray[np.float32] | None = None  # [num_tokens, hidden]
@@ -362,10 +377,10 @@ class Model(Protocol):
         `takes_exact_logits` says whether it would gain by not doing so.
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device
-        fails; the slots that the step would have written are undefined then, and all others of
-        the cache as they were, so that the caller can try again with fewer rows. Its subclass
-        DeviceMemoryError says that fewer are likely to fit; DeviceLostError, which the transfers
-        raise too, that nothing of this model can be used again but `close`.
+        fails; the slots that the step would have written, of K/V and of states, are undefined
+        then, and all others as they were, so that the caller can try again with fewer rows. Its
+        subclass DeviceMemoryError says that fewer are likely to fit; DeviceLostError, which the
+        transfers raise too, that nothing of this model can be used again but `close`.
         """
         ...
 

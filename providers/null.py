@@ -22,6 +22,7 @@ from onnxport.graphs.lora import LoraAdapter
 from onnxport.graphs.noise import Noise
 from onnxport.providers.base import Capabilities, KVFormat, StepInputs
 from onnxport.providers.blocks import HostBlocks, plain_layout
+from onnxport.providers.null_states import STATE_BYTES, NullStates, check_slots
 
 MAX_ADAPTER_RANK = 16
 MARK_BITS = 24  # a group's number is above them in what it stores, and tokens below
@@ -49,6 +50,7 @@ class NullOptions:
     # gets other tokens.
     takes_exact_logits: bool = False
     rounds_anew: bool = False  # that it says so of itself
+    state_slots: int = 0  # see Capabilities
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
     transfer_fails: Callable[[int], bool] = field(default=lambda transfer: False)
@@ -60,7 +62,8 @@ class NullModel:
     """A `Model` whose next token is a hash of the tokens before it.
 
     Each group of layers keeps all tokens, in blocks of its own if it has a table, and adds a hash
-    of those that its window shows.
+    of those that its window shows. With slots for states there is a layer besides that hashes the
+    tokens that went through a sequence's states.
 
     In canonical form a block is int64 [1, 2, 1, block_size, 1]: its tokens are the key, their
     positions the value. Poisoned slots are copied along, so that using them is still caught.
@@ -80,6 +83,7 @@ class NullModel:
         self._positions = np.full(shape, _POISON, np.int64)
         caches = self._tokens[:, :, None, None], self._positions[:, :, None, None]
         self._blocks = HostBlocks([caches], plain_layout())
+        self._states = NullStates(options.state_slots)
         self._vocab = np.arange(options.vocab_size, dtype=np.uint64) * _GAMMA
 
     @property
@@ -108,14 +112,16 @@ class NullModel:
             rounds_anew=options.rounds_anew,
             windows=self._tables,
             int8_products=options.int8_products,
+            state_slots=options.state_slots,
+            state_bytes=STATE_BYTES if options.state_slots else 0,
         )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Store the new tokens and return logits, float32 [num_logits, vocab].
 
         Raises:
-            ProviderError: as `NullOptions.fails` says; the slots it would have written are
-                poisoned then.
+            ProviderError: as `NullOptions.fails` says; the slots it would have written, of K/V
+                and of states, are poisoned then.
             DeviceLostError: as `NullOptions.lost_at` says.
             AssertionError: the inputs break the contract, or read what was never written; or the
                 device was lost before.
@@ -137,6 +143,8 @@ class NullModel:
         assert len(np.unique(keys)) == keys.size, "two tokens are written to one slot"
         if self.options.fails(number):
             self._tokens[blocks, slots] = self._positions[blocks, slots] = _POISON
+            if inputs.state_writes is not None:
+                self._states.poison(inputs.state_writes.tolist())
             raise ProviderError(f"run {number} was told to fail")
         marks = np.arange(len(tables), dtype=np.int64)[:, None] << MARK_BITS
         self._tokens[blocks, slots] = inputs.input_ids + marks
@@ -149,7 +157,10 @@ class NullModel:
             tokens = self._seen(tables[stored], past, past + new, window)
             hashes += _hashes(tokens + ((group - stored) << MARK_BITS), window)
         at = inputs.logits_indices
-        logits = self._logits(hashes[rows[at], positions[at]])
+        chosen = hashes[rows[at], positions[at]]
+        if self.options.state_slots:
+            chosen += self._states.step(inputs)[at]
+        logits = self._logits(chosen)
         if inputs.exact_logits is not None and self.options.takes_exact_logits:
             _keep_largest(logits, inputs)
         return logits
@@ -192,6 +203,10 @@ class NullModel:
         """Make the content of `blocks` unreadable, as a test does with free ones."""
         ids = list(blocks)
         self._tokens[ids] = self._positions[ids] = _POISON
+
+    def poison_states(self, slots: Iterable[int]) -> None:
+        """Make the content of state slots unreadable, as a test does with free ones."""
+        self._states.poison(slots)
 
     def close(self) -> None:
         """Refuse to run from now on."""
@@ -359,6 +374,7 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
         assert slots.dtype == np.int32
         assert slots.shape == (batch,)
         assert ((slots >= 0) & (slots <= limits.max_adapters)).all()
+    check_slots(inputs, limits)
     if inputs.exact_logits is not None:
         exact = inputs.exact_logits
         assert exact.dtype == np.int32

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs.contract import NO_SUMMARY
+from onnxport.kv.states import StateStep
 from onnxport.providers.base import StepInputs
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.draft import StepPlan
@@ -81,10 +82,17 @@ class BatchPacker:
         self._summaries = StepBuffer(np.float32, max_num_seqs * summary_floats)
         self._features = features
         self._hidden_states = StepBuffer(np.float32, max_num_seqs * features)
+        self._state_reads = StepBuffer(np.int32, max_num_seqs)
+        self._state_writes = StepBuffer(np.int32, max_num_seqs)
         self._packed: tuple[StepPlan, StepInputs] | None = None  # what is in the buffers
 
     def pack(
-        self, plan: StepPlan, *, reads_states: bool = True, slot_of: SlotOf | None = None
+        self,
+        plan: StepPlan,
+        *,
+        reads_states: bool = True,
+        slot_of: SlotOf | None = None,
+        states: StateStep | None = None,
     ) -> StepInputs:
         """Return the arrays of `plan`, whose requests already hold their new blocks.
 
@@ -95,16 +103,19 @@ class BatchPacker:
             plan: of the step.
             reads_states: whether somebody reads `StepInputs.hidden_states`, if the model tells any.
             slot_of: returns the slot of an adapter; None: no request has one.
+            states: the slots that rows read and write; None: the model has none.
         """
         last, self._packed = self._packed, None
         follows = last is not None and _follows(plan, last[0])
-        states = self._room_for_states(plan.num_tokens) if reads_states else None
+        told = self._room_for_states(plan.num_tokens) if reads_states else None
         if last and follows:
             inputs = self._follow(plan, last[1])
-            if inputs.hidden_states is not states:
-                inputs = replace(inputs, hidden_states=states)
+            if inputs.hidden_states is not told:
+                inputs = replace(inputs, hidden_states=told)
         else:
-            inputs = self._pack(plan, states, slot_of)
+            inputs = self._pack(plan, told, slot_of)
+        if states is not None:
+            inputs = self._with_slots(inputs, states)
         self._packed = plan, inputs
         return inputs
 
@@ -162,6 +173,14 @@ class BatchPacker:
         packed = self._races.shaped((len(races) // 2, 2))
         self._races.view[: len(races)] = array("d", races)
         return packed
+
+    def _with_slots(self, inputs: StepInputs, states: StateStep) -> StepInputs:
+        """Pack the slots of states; the arrays stay the same while the rows are as many."""
+        reads = self._state_reads.fill(states.reads)
+        writes = self._state_writes.fill(states.writes)
+        if inputs.state_reads is reads and inputs.state_writes is writes:
+            return inputs
+        return replace(inputs, state_reads=reads, state_writes=writes)
 
     def _room_for_summaries(self, rows: int) -> NDArray[np.float32]:
         return self._summaries.shaped((rows, self._summary_floats))

@@ -22,6 +22,7 @@ from onnxport.serving.fallback import Loss, Standby
 from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
+from onnxport.serving.linear_attention import check_options, suited
 from onnxport.serving.narrowing import narrowed
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -71,9 +72,16 @@ class Engine:
 
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
+            OptionError: something was asked for that does not go with the states that the model
+                has, see `linear_attention`.
+            CapacityError: there is no room for the states of a sequence.
             DeviceLostError: the device is gone already.
         """
         config = config or EngineConfig()
+        if (limits := model.capabilities).state_slots:
+            guesses = speculator is not None
+            check_options(config, max_adapters=limits.max_adapters, has_guesses=guesses)
+            config = suited(config)
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else frozenset()
         runtime = Runtime(model, config, clock, standby or Standby(), base)

@@ -48,11 +48,15 @@ def describe(loaded: Capabilities) -> str:
     """Say what was loaded and where it really runs, for a log."""
     placement = ", ".join(f"{name} {count}" for name, count in loaded.placement.items())
     on_host = ", ".join(f"{name} {count}" for name, count in loaded.on_host.items())
+    states = ""
+    if loaded.state_slots:
+        size = loaded.state_bytes / 2**20
+        states = f", room for {loaded.state_slots} states of sequences, {size:.1f} MiB each"
     groups = f" for {len(loaded.windows)} groups of layers" if len(loaded.windows) > 1 else ""
     return (
         f"{loaded.provider} on {loaded.device}{' (emulated)' if loaded.emulated else ''}: "
         f"{loaded.attention} attention, computing in {loaded.compute_dtype}, "
         f"{loaded.num_blocks} KV blocks of {loaded.block_size} tokens{groups} in "
-        f"{loaded.kv_cache_dtype}; "
+        f"{loaded.kv_cache_dtype}{states}; "
         f"nodes: {placement or 'unknown'}; run by the host instead: {on_host or 'none'}"
     )

@@ -17,6 +17,7 @@ from onnxport.providers.registry import AUTO, get_provider, open_model, read_art
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
+from onnxport.serving.linear_attention import check_options, slots_wanted
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def open_engine(
     Raises:
         ArtifactError: `path` is not a valid artifact, or has no tokenizer and needs one, or a draft
             model has another one.
-        ProviderError: no provider that may can run it, or a fallback could never do so.
+        ProviderError: no provider that may can run it, or a fallback could never do so, or an
+            option does not go with it.
         CapacityError: it does not fit the memory.
     """
     config = config or EngineConfig()
@@ -82,13 +84,17 @@ def open_engine(
         )
     artifact = read_artifact(path, chosen)
     refuse_head(artifact)
+    if artifact.manifest.model.linear is not None:
+        check_options(config, max_adapters=chosen.max_adapters)
+        chosen = replace(chosen, state_slots=chosen.state_slots or slots_wanted(config))
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_folder(path, eos_token_ids, texts)
     names = (fallback,) if isinstance(fallback, str) else tuple(fallback)
+    has_states = artifact.manifest.model.linear is not None
     for name in names:
-        _check_fallback(name, provider)
+        _check_fallback(name, provider, has_states=has_states)
 
     first = Fallback(provider, lambda: open_model(artifact, provider, chosen, trials))
     standby = Standby((first, *(_fallback(artifact, name, provider, chosen) for name in names)))
@@ -150,13 +156,24 @@ def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], pa
     )
 
 
-def _check_fallback(name: str, provider: str) -> None:
-    """Refuse a fallback that could never take over, before it is needed."""
+def _check_fallback(name: str, provider: str, *, has_states: bool) -> None:
+    """Refuse a fallback that could never take over, before it is needed.
+
+    Args:
+        name: of the fallback.
+        provider: that it is to take over from.
+        has_states: whether the model has layers of linear attention.
+    """
     if name in (AUTO, provider):
         return
     probe = get_provider(name).probe()
     if not probe.available:
         raise ProviderError(f"{name} cannot be a fallback here: {probe.reason}")
+    if has_states and not (probe.features and probe.features.has_states):
+        raise ProviderError(
+            f"{name} cannot be a fallback here: the model has layers of linear attention, which "
+            f"{name} does not run; take another one, such as cpu"
+        )
 
 
 def _fallback(first: Artifact, name: str, provider: str, options: LoadOptions) -> Fallback:

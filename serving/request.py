@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.kv.prefix import KeyChain
+from onnxport.kv.states import NO_TOKENS
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.adapting import Mirostat
@@ -64,6 +65,8 @@ class Request:
         num_cached_tokens: prompt tokens that were found in the cache at the first attempt.
         max_total_tokens: `len(tokens)` at which the sequence ends with "length".
         table: the KV blocks of `tokens[:num_computed_tokens]`, and of a step in flight.
+        state: the slot of the state after these tokens, `kv.states.NO_TOKENS` while there are none;
+            that always of a model without states. The scheduler's own.
         keys: names the content of the blocks; None without prefix caching.
         forked: whether the last block may be another sequence's too.
         running: whether it holds rows of the step; else it waits. The scheduler's own.
@@ -127,6 +130,7 @@ class Request:
         "scores",
         "seed",
         "siblings",
+        "state",
         "stop_token_ids",
         "summary_scale",
         "table",
@@ -197,6 +201,7 @@ class Request:
         self.logprobs_mode = logprobs_mode
         self.adapter = adapter
         self.table = BlockTable()
+        self.state = NO_TOKENS
         self.keys = keys
         self.forked = False
         self.siblings: tuple[Request, ...] = ()

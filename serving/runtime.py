@@ -13,6 +13,7 @@ from onnxport.errors import DeviceLostError
 from onnxport.graphs.contract import mask_words, summary_floats
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.pool import BlockPool
+from onnxport.kv.states import StatePool
 from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving.adapters.registry import AdapterRegistry
@@ -21,6 +22,7 @@ from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.fallback import Loss, Standby, describe
+from onnxport.serving.linear_attention import rows_for
 from onnxport.serving.offload import Offloader
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import native_sampler
@@ -37,6 +39,7 @@ class Runtime:
         rows: most sequences of a step.
         tokens: most tokens of a step.
         pool: the blocks of its cache.
+        states: the slots for its states; None: it has none.
         packer: makes its inputs.
         summaries: what the model told of the last step's logits beside them; None: nothing.
         hidden_states: what it made of the last step's tokens, `StepInputs.hidden_states`; None:
@@ -60,7 +63,8 @@ class Runtime:
         """Take over `model`; adapters have to fit `base`.
 
         Raises:
-            OnnxportError: the folder for K/V blocks cannot be used.
+            OnnxportError: the folder for K/V blocks cannot be used, or there is no room for the
+                states of a sequence.
             DeviceLostError: the device is gone already.
         """
         self._config = config
@@ -69,11 +73,12 @@ class Runtime:
         self.failure: str | None = None
         self.summaries: NDArray[np.float32] | None = None
         self.hidden_states: NDArray[np.float32] | None = None
-        self._take(model, new_pool(model))
+        self._take(model, *new_pools(model))
         self.adapters = AdapterRegistry(model, base, config.max_host_adapters)
         self.turns = SlotTurns(self.adapters)
         self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
-        self.scheduler = Scheduler(self.pool, self.rows, self.tokens, config.scheduling_policy)
+        policy = config.scheduling_policy
+        self.scheduler = Scheduler(self.pool, self.rows, self.tokens, policy, self.states)
         logger.info("loaded %s", describe(self.limits))
 
     def prepare(
@@ -96,7 +101,12 @@ class Runtime:
         if reservation.copies:
             sources, targets = zip(*reservation.copies, strict=True)
             self.model.copy_blocks(sources, targets)
-        return self.packer.pack(plan, reads_states=reads_states, slot_of=self.adapters.slot_of)
+        return self.packer.pack(
+            plan,
+            reads_states=reads_states,
+            slot_of=self.adapters.slot_of,
+            states=reservation.states,
+        )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Run a step that is prepared.
@@ -180,15 +190,15 @@ class Runtime:
             if self.failure is None:
                 self.model.close()
 
-    def _take(self, model: Model, pool: BlockPool) -> None:
+    def _take(self, model: Model, pool: BlockPool, states: StatePool | None) -> None:
         """Size everything by `model`."""
         limits = model.capabilities
         most, tokens = self._config.max_num_seqs, self._config.max_num_batched_tokens
         self.model = model
         self.limits: Capabilities = limits
         self.tokens = min(tokens, limits.max_batch_tokens or tokens)
-        self.rows = min(most, limits.max_batch_rows or most, self.tokens)
-        self.pool = pool
+        self.rows = rows_for(states, min(most, limits.max_batch_rows or most, self.tokens))
+        self.pool, self.states = pool, states
         is_native = native_sampler() is not None
         self.packer = BatchPacker(
             self.rows,
@@ -206,15 +216,15 @@ class Runtime:
     def _move_to(self, model: Model) -> list[Request]:
         """Go on with `model`, which is closed if that is not possible."""
         try:
-            pool = new_pool(model)
+            pool, states = new_pools(model)
             self.adapters.move_to(model)
             if self.offloader:
                 self.offloader.move_to(model, pool)
         except BaseException:
             self._close_lost(model)
             raise
-        self._take(model, pool)
-        return self.scheduler.move_to(self.pool, self.rows, self.tokens)
+        self._take(model, pool, states)
+        return self.scheduler.move_to(self.pool, self.rows, self.tokens, self.states)
 
     def _note_loss(self, lost: Capabilities, reason: str, replaced_by: str | None) -> None:
         self.losses = (*self.losses, Loss(lost.provider, lost.device, reason, replaced_by))
@@ -226,7 +236,12 @@ class Runtime:
             logger.warning("closing what was lost failed too, and may leak memory: %s", error)
 
 
-def new_pool(model: Model) -> BlockPool:
-    """Return the pool of a model's blocks, all of them free."""
+def new_pools(model: Model) -> tuple[BlockPool, StatePool | None]:
+    """Return the pools of a model's blocks and of its states, if it has any; all are free.
+
+    Raises:
+        CapacityError: they hold nothing, or there is no room for the states of a sequence.
+    """
     limits = model.capabilities
-    return BlockPool(limits.num_blocks, limits.block_size, limits.windows)
+    blocks = BlockPool(limits.num_blocks, limits.block_size, limits.windows)
+    return blocks, StatePool(limits.state_slots) if limits.state_slots else None

@@ -10,10 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
+from onnxport.kv.states import NO_TOKENS, StatePool
 from onnxport.kv.table import NOTHING, BlockTable, Claim, Reservation, blocks_for
 from onnxport.serving.beams import BeamGroup
 from onnxport.serving.config import SchedulingPolicy
@@ -31,7 +33,7 @@ QUANTA = 4  # rounds of fair turns that the tokens of one step are good for
 
 
 class Scheduler:
-    """Owns the waiting and the running requests and their blocks."""
+    """Owns the waiting and the running requests, their blocks and their states."""
 
     def __init__(
         self,
@@ -39,9 +41,21 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: SchedulingPolicy = "fcfs",
+        states: StatePool | None = None,
     ) -> None:
+        """Begin without requests.
+
+        Args:
+            pool: the blocks.
+            max_num_seqs: rows of a step at most, which each have a state to hold and one to write.
+            max_num_batched_tokens: tokens of a step at most.
+            policy: whose turn it is.
+            states: the slots for states; None: the model has none.
+        """
         assert 1 <= max_num_seqs <= max_num_batched_tokens
+        assert states is None or max_num_seqs <= states.num_sequences
         self._pool = pool
+        self._states = states
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
@@ -144,9 +158,13 @@ class Scheduler:
         self._fit_rows(request)
 
     def move_to(
-        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        states: StatePool | None = None,
     ) -> list[Request]:
-        """Go on with another pool, an empty one, and as many rows and tokens as its model takes.
+        """Go on with other pools, empty ones, and as many rows and tokens as their model takes.
 
         Requests keep their tokens, places and turns. Those that run yield; as ever they are
         computed again from their tokens, or from what a tier has of them.
@@ -155,13 +173,14 @@ class Scheduler:
             The requests that yielded.
         """
         assert 1 <= max_num_seqs <= max_num_batched_tokens
+        assert states is None or max_num_seqs <= states.num_sequences
         self._last = self._ahead = None
         yielded = list(self._queues.running)
         for request in yielded:
             if request.running:  # its other beams took it with them, if not
                 self._preempt(request)
         self._swapped.clear()
-        self._pool, self._max_num_seqs = pool, max_num_seqs
+        self._pool, self._states, self._max_num_seqs = pool, states, max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens)
         for request in list(self._queues.waiting):
@@ -172,7 +191,7 @@ class Scheduler:
         return yielded
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, and siblings that wait for it, and free its blocks.
+        """End a request, and siblings that wait for it, and free its blocks and its state.
 
         The one place where requests end.
         """
@@ -183,7 +202,7 @@ class Scheduler:
         else:
             self._queues.waiting.remove(request)
             self._leave_queue(request)
-        kv.release_tail(self._pool, request.table)
+        self._release(request)
         for one in (request, *request.siblings):
             assert one.finish_reason is None, f"{one} has ended already"
             one.finish_reason = reason
@@ -193,7 +212,7 @@ class Scheduler:
             self._forget_tenant(request.tenant)
 
     def finish_beams(self, beams: BeamGroup, reasons: Sequence[FinishReason]) -> None:
-        """End a beam search and free its blocks.
+        """End a beam search and free its blocks and states.
 
         Args:
             beams: of the search.
@@ -209,7 +228,7 @@ class Scheduler:
             slot.finish_reason = reasons[slot.index]
 
     def refork(self, beams: BeamGroup, parents: Mapping[Request, Request]) -> None:
-        """Let the slots of a beam search go on from others' K/V; those without a beam wait.
+        """Let the slots of a beam search go on from others' K/V and states; others wait.
 
         Args:
             beams: of the search.
@@ -221,6 +240,7 @@ class Scheduler:
         moved = {
             slot: (
                 kv.fork(self._pool, parent.table),
+                self._share_state(parent),
                 parent.num_computed_tokens,
                 None if parent.keys is None else parent.keys.copy(),
             )
@@ -229,9 +249,9 @@ class Scheduler:
         }
         for slot in beams.slots:
             if slot in moved or slot not in parents:
-                kv.release_tail(self._pool, slot.table)
+                self._release(slot)
             if slot in moved:
-                slot.table, slot.num_computed_tokens, slot.keys = moved[slot]
+                slot.table, slot.state, slot.num_computed_tokens, slot.keys = moved[slot]
             if slot in parents:
                 slot.forked = True
                 if not slot.running:
@@ -281,7 +301,7 @@ class Scheduler:
         return following(last, self._queues, self._pool)
 
     def reserve(self, plan: StepPlan) -> Reservation:
-        """Preempt as planned and take the step's blocks.
+        """Preempt as planned and take the step's blocks, and a state to write for each row.
 
         A preemption stays even if the step is rolled back: others may have overwritten its blocks.
         """
@@ -297,11 +317,17 @@ class Scheduler:
         for request in plan.preempted:
             if request.running:  # its other beams took it with them, if not
                 self._preempt(request)
-        return kv.reserve(self._pool, claims)
+        reservation = kv.reserve(self._pool, claims)
+        if self._states is None:
+            return reservation
+        states = self._states.reserve([request.state for request in plan.requests])
+        return replace(reservation, states=states)
 
     def rollback(self, reservation: Reservation) -> None:
-        """Give the step's blocks back; its requests are where they were."""
+        """Give the step's blocks and states back; its requests are where they were."""
         kv.rollback(self._pool, reservation)
+        if self._states is not None and reservation.states is not None:
+            self._states.rollback(reservation.states)
 
     def commit(
         self,
@@ -318,6 +344,11 @@ class Scheduler:
                 the request's. What was computed of the others is given up.
         """
         kv.commit(self._pool, reservation)
+        if self._states is not None and reservation.states is not None:
+            assert not plan.drafts, "states cannot go back behind guesses that are wrong"
+            self._states.commit(reservation.states)
+            for request, state in zip(plan.requests, reservation.states.writes, strict=True):
+                request.state = state
         block_size, gives_up = self._pool.block_size, bool(self._pool.groups.windowed)
         for row, request in enumerate(plan.requests):
             num_past, num_new = plan.num_past[row], plan.num_new[row]
@@ -347,6 +378,8 @@ class Scheduler:
         """Assert the invariants of requests and blocks (for tests; linear in everything)."""
         groups = self._pool.groups
         self._pool.check([tuple(request.table.held()) for request in self.requests()])
+        if self._states is not None:
+            self._states.check(request.state for request in self.requests())
         assert self._queues.num_rows == sum(request.num_rows for request in self._queues.running)
         assert self._queues.num_rows <= self._max_num_seqs
         for request in self.requests():
@@ -358,7 +391,10 @@ class Scheduler:
             assert len(request.table) == needed, f"{request}: {len(request.table)} columns"
             for group, gone in enumerate(request.table.given_up):
                 assert gone == groups.first_seen(group, request.num_computed_tokens), request
-            assert not any(one.running or len(one.table) for one in request.siblings)
+            has_state = self._states is not None and request.num_computed_tokens > 0
+            assert (request.state != NO_TOKENS) == has_state, request
+            idle = [one for one in request.siblings if one.running or len(one.table) or one.state]
+            assert not idle
         assert all(request.running for request in self._queues.running)
         assert not any(one.running or one.num_computed_tokens for one in self._queues.waiting)
         if self._last is not None and (plan := self._following(self._last)) is not None:
@@ -395,7 +431,7 @@ class Scheduler:
         if request.keys is not None:
             full = request.num_computed_tokens // self._pool.block_size
             self._swapped.update(request.keys.key(index) for index in range(full))
-        kv.release_tail(self._pool, request.table)
+        self._release(request)
         self._queues.running.remove(request)
         self._queues.num_rows -= request.num_rows
         request.running = False
@@ -410,7 +446,7 @@ class Scheduler:
         first = beams.slots[0]
         num_computed = first.num_computed_tokens
         for slot in beams.running:
-            kv.release_tail(self._pool, slot.table)
+            self._release(slot)
             self._queues.running.remove(slot)
             self._queues.num_rows -= slot.num_rows
             slot.running = slot.forked = False
@@ -424,6 +460,16 @@ class Scheduler:
         first.num_preemptions += 1
         self._queues.waiting.add(first)
         self.num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
+        """Free what a request holds of its computed tokens, to the last block and its state."""
+        kv.release_tail(self._pool, request.table)
+        if self._states is not None:
+            request.state = self._states.release(request.state)
+
+    def _share_state(self, request: Request) -> int:
+        """Return the state of a request for another one, which owns it too from now on."""
+        return NO_TOKENS if self._states is None else self._states.share(request.state)
 
     def _leave_queue(self, request: Request) -> None:
         """A waiting request starts, goes on or ends: its blocks are like all others."""
@@ -469,6 +515,7 @@ class Scheduler:
         request.forked = True
         for one in siblings:
             one.table = kv.fork(self._pool, request.table)
+            one.state = self._share_state(request)
             one.keys = None if request.keys is None else request.keys.copy()
             one.num_computed_tokens = request.num_computed_tokens
             one.forked = True

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 COMPUTE_DTYPE = "float32"  # of activations
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of the kernel
 MAX_LATENT_SIZE, LATENT_MULTIPLE = 1024, TILE  # of its rows of latents
+MAX_KEY_SIZE, MAX_TAPS = 256, 8  # of those of linear attention
 BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
 NO_KERNEL = (
     "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
@@ -35,7 +36,12 @@ def check(options: LoadOptions) -> None:
 
 
 def choose_kernel(options: LoadOptions, spec: ArchSpec) -> Path | None:
-    """The kernel library to use, None for the decomposed graph."""
+    """The kernel library to use, None for the decomposed graph.
+
+    Raises:
+        ProviderError: Another attention was asked for than there is, or ours, whose kernels have no
+            room for the sizes of layers of linear attention.
+    """
     if options.attention not in (None, "custom", "decomposed"):
         raise ProviderError(
             f"the cpu provider has no {options.attention!r} attention, for ONNX Runtime ships no "
@@ -46,6 +52,11 @@ def choose_kernel(options: LoadOptions, spec: ArchSpec) -> Path | None:
         raise ProviderError(f"custom attention was asked for, but {NO_KERNEL}")
     if kernel is None and options.attention is None:
         logger.warning("%s", NO_KERNEL)
+    if kernel and (reason := _why_not_linear(spec)):
+        if options.attention == "custom":
+            raise ProviderError(f"custom attention was asked for, but {reason}; leave it out")
+        logger.warning("%s, so attention runs in the slower decomposed graph", reason)
+        return None
     if kernel and options.attention is None and (unfit := _unfit(spec)):
         logger.warning("%s, so attention runs in the slower decomposed graph", unfit)
         return None
@@ -65,6 +76,17 @@ def _unfit(spec: ArchSpec) -> str:
     return (
         f"the model's {what} {wrong[0]} channels, and the C++ attention kernel takes multiples of "
         f"{multiple} up to {most}"
+    )
+
+
+def _why_not_linear(spec: ArchSpec) -> str:
+    """Why the kernels cannot run layers of linear attention; "" where they can."""
+    linear = spec.linear
+    if linear is None or (linear.key_size <= MAX_KEY_SIZE and linear.kernel <= MAX_TAPS):
+        return ""
+    return (
+        f"the keys of linear attention have {linear.key_size} channels and its convolution "
+        f"{linear.kernel} taps, and the C++ kernels take up to {MAX_KEY_SIZE} and {MAX_TAPS}"
     )
 
 

@@ -19,6 +19,7 @@ FIXED = (  # (tokens, of which the first so many are shared, number of the tail)
     (50, 33, 6),
 )
 OWN_TAIL_TOKENS = 2
+MOST_PROMPTS = len(FIXED) + 3  # of a provider, its own ones counted
 Prompt = tuple[int, ...]
 
 

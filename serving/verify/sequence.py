@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError
 from onnxport.kv.groups import CacheGroups
+from onnxport.kv.states import NO_TOKENS, StatePool
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Model, StepInputs
 
@@ -19,7 +20,7 @@ class LoneSequence:
     Its blocks are taken from the end of the pool, or, with `reverse`, from its start, so that their
     order and their offset matter; those of groups of layers take turns. It keeps them all, but
     where no later query sees one, steps are told block 0 instead, so that it matters if that is
-    read.
+    read. A model with states writes one after another of two slots.
 
     Attributes:
         tables: the blocks of each group.
@@ -41,6 +42,8 @@ class LoneSequence:
                 "max_model_len"
             )
         self._model = model
+        self._states = StatePool(limits.state_slots) if limits.state_slots else None
+        self._state = NO_TOKENS
         last = limits.num_blocks - 1
         blocks = range(needed) if reverse else range(last, last - needed, -1)
         self.tables = [list(blocks[group::count]) for group in range(count)]
@@ -56,6 +59,7 @@ class LoneSequence:
         new = np.fromiter(token_ids, np.int64)
         past, total = self.num_computed, self.num_computed + len(new)
         first, *others = [self._table(group, past, total) for group in range(len(self.tables))]
+        states = None if self._states is None else self._states.reserve([self._state])
         inputs = StepInputs(
             input_ids=new,
             block_table=first,
@@ -64,9 +68,14 @@ class LoneSequence:
             attention_metadata=np.array([len(new), total, total], np.int32),
             logits_indices=np.array(rows, np.int32),
             more_block_tables=tuple(others),
+            state_reads=None if states is None else np.array(states.reads, np.int32),
+            state_writes=None if states is None else np.array(states.writes, np.int32),
         )
         logits = self._model.run(inputs)
         self.num_computed = total
+        if self._states is not None and states is not None:
+            self._states.commit(states)
+            self._state = states.writes[0]
         return logits
 
     def _table(self, group: int, past: int, total: int) -> NDArray[np.int32]:

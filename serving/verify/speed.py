@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from onnxport.errors import ProviderError
+from onnxport.kv.states import SLOTS_PER_SEQUENCE
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Model
 from onnxport.serving.config import EngineConfig
@@ -137,6 +138,7 @@ def _fits(model: Model, rows: int) -> bool:
         length < limits.max_model_len
         and needed <= limits.num_blocks
         and rows <= (limits.max_batch_rows or rows)
+        and (not limits.state_slots or rows <= limits.state_slots // SLOTS_PER_SEQUENCE)
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from onnxport.errors import OnnxportError
 from onnxport.graphs.artifact import Artifact
+from onnxport.kv.states import SLOTS_PER_SEQUENCE
 from onnxport.providers.base import Capabilities, Features, LoadOptions, Model, Provider
 from onnxport.providers.registry import get_provider
 from onnxport.serving.verify.caches import CacheReport, compare_caches
@@ -26,17 +27,18 @@ from onnxport.serving.verify.comparison import (
 )
 from onnxport.serving.verify.decoding import Tokens
 from onnxport.serving.verify.golden import Golden, read_golden, rows_of, run
-from onnxport.serving.verify.prompts import Prompt, make_prompts, stream
+from onnxport.serving.verify.prompts import MOST_PROMPTS, Prompt, make_prompts, stream
 from onnxport.serving.verify.report import Agreement, ModeReport, ProviderReport
 from onnxport.serving.verify.speed import measure_speed
 from onnxport.serving.verify.transfers import SavedPrompt, Transfer, check_transfer, save_prompt
-from onnxport.serving.verify.variants import decode_alone, judge, run_variants
+from onnxport.serving.verify.variants import decode_alone, judge, run_variants, skipped
 
 logger = logging.getLogger(__name__)
 
 EMULATOR = "cpu"  # the provider whose library runs the graphs of those that are emulated
 FLOAT32_LEVEL = 1  # MatMulNBits' accuracy_level for float32 arithmetic
 CACHE_TOKENS = 8192  # of the pool, where the caller names no size
+STATE_SLOTS = SLOTS_PER_SEQUENCE * MOST_PROMPTS  # likewise, for all prompts at once
 NUM_TRANSFERS = 3  # prompts whose blocks are moved, the longest ones
 CONSISTENCY_TOKENS = 48
 CONSISTENCY_ROWS = 8  # the last ones; each is a step of its own
@@ -92,6 +94,8 @@ class Verifier:
         if options.kv_cache_tokens is None and options.kv_memory is None:
             tokens = max(CACHE_TOKENS, options.max_model_len or 0)
             self._options = replace(options, kv_cache_tokens=tokens)
+        if artifact.manifest.model.linear is not None and options.state_slots is None:
+            self._options = replace(self._options, state_slots=STATE_SLOTS)
         self._reference: Reference | None = None
 
     def verify(self, name: str, *, emulate: bool = False) -> ProviderReport:
@@ -197,6 +201,11 @@ class Verifier:
             report = replace(report, agreement=Agreement(reference.provider, tokens))
         if not moves:
             return Checked(report, ())
+        if capabilities.state_slots:
+            tokens = skipped("transfer", "K/V alone are of no use to a model that has states")
+            if reference is None and tolerance is EXACT and report.passed:
+                self._reference = Reference(name, alone, (), error)
+            return Checked(report, (Transfer(name, tolerance.name, tokens),))
         saved = tuple(save_prompt(model, prompt) for prompt in prompts.fixed[-NUM_TRANSFERS:])
         arithmetic = tolerance.name
         transfers = [check_transfer(name, saved, alone, model, arithmetic, own_limit)]

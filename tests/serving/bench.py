@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.prefix import KeyChain, root_key
+from onnxport.kv.states import StatePool
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -60,9 +61,10 @@ class Bench:
         budget: int = 16,
         policy: SchedulingPolicy = "fcfs",
         windows: Sequence[int | None] = (None,),
+        states: StatePool | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, windows)
-        self.scheduler = Scheduler(self.pool, min(rows, budget), budget, policy)
+        self.scheduler = Scheduler(self.pool, min(rows, budget), budget, policy, states)
         self.requests: dict[str, Request] = {}
 
     def submit(self, name: str, tokens: int | Sequence[int], **options: object) -> None:

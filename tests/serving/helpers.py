@@ -51,6 +51,7 @@ def null_engine(
     max_batch_rows: int | None = None,
     max_batch_tokens: int | None = None,
     max_adapters: int = 0,
+    state_slots: int = 0,
     fails: Callable[[int], bool] = never,
     transfer_fails: Callable[[int], bool] = never,
     lost_at: Callable[[int], bool] = never,
@@ -76,6 +77,7 @@ def null_engine(
             max_batch_rows=max_batch_rows,
             max_batch_tokens=max_batch_tokens,
             max_adapters=max_adapters,
+            state_slots=state_slots,
             latency_s=latency_s,
             takes_exact_logits=takes_exact_logits,
             fails=fails,
@@ -111,6 +113,8 @@ def checked_step(engine: Engine) -> list[CompletionDelta]:
         assert "AssertionError" not in (delta.error or ""), delta.error
     engine.check()
     null_model(engine).poison(engine._runtime.pool.blank_blocks())
+    if engine._runtime.states is not None:
+        null_model(engine).poison_states(engine._runtime.states.free_slots())
     return deltas
 
 
@@ -146,16 +150,20 @@ def alone(
     params: SamplingParams = GREEDY,
     index: int = 0,
     windows: tuple[int | None, ...] = (None,),
+    *,
+    has_states: bool = False,
 ) -> list[int]:
     """The tokens of completion `index`, computed as a request of its own.
 
     It has an engine without prefix cache to itself, its prompt is computed at once, all of its
-    logits are exact, and no block is given up.
+    logits are exact, and no block is given up. With `has_states` the model has layers with states.
     """
     if params.use_beam_search:  # all of them are looked for together
-        return list(_alone(tuple(prompt), params, windows, index))
+        return list(_alone(tuple(prompt), params, windows, has_states, index))
     seed = None if params.seed is None else params.seed + index * SEED_STEP
-    return list(_alone(tuple(prompt), dataclasses.replace(params, n=1, seed=seed), windows))
+    return list(
+        _alone(tuple(prompt), dataclasses.replace(params, n=1, seed=seed), windows, has_states)
+    )
 
 
 @cache
@@ -163,6 +171,7 @@ def _alone(
     prompt: tuple[int, ...],
     params: SamplingParams,
     windows: tuple[int | None, ...],
+    has_states: bool,
     index: int = 0,
 ) -> tuple[int, ...]:
     engine = null_engine(
@@ -170,6 +179,7 @@ def _alone(
         max_num_batched_tokens=512,
         windows=windows,
         one_table=True,
+        state_slots=16 if has_states else 0,
         takes_exact_logits=False,
         enable_prefix_caching=False,
     )

@@ -64,6 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
     tiers: Sequence[dict[str, Any]] = ({},)
     windows: Sequence[tuple[int | None, ...]] = ((None,),)
     most_beams = 3
+    has_states = False
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -97,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_blocks=num_blocks * len(self.groups),
             block_size=block_size,
             windows=self.groups,
+            state_slots=self.state_slots(rows),
             max_num_seqs=rows,
             max_num_batched_tokens=rows + spare_tokens,
             max_queued_requests=queue,
@@ -122,6 +124,13 @@ class EngineMachine(RuleBasedStateMachine):
         """More options of the engine."""
         return {}
 
+    def state_slots(self, rows: int | None) -> int:
+        """For states of a model that takes so many rows: of odd numbers for one row less."""
+        if not self.has_states:
+            return 0
+        rows = rows or 5
+        return max(2, 2 * rows - rows % 2)
+
     def make_model(self, options: NullOptions) -> NullModel:
         """A model, the first one or one that may take over."""
         return NullModel(options)
@@ -137,7 +146,9 @@ class EngineMachine(RuleBasedStateMachine):
     def expected(self, name: str, index: int, **changed: Any) -> list[int]:
         """The tokens of a completion that is alone, with other parameters."""
         prompt, params = self.requests[name]
-        return alone(prompt, replace(params, **changed), index, self.groups)
+        return alone(
+            prompt, replace(params, **changed), index, self.groups, has_states=self.has_states
+        )
 
     def sampled(self, *arguments: Any) -> Any:
         if self.sampler_fails:
@@ -196,9 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
         except CapacityError:
             pass
         except RequestError:
-            rows = self.engine.config.max_num_seqs
-            most = min(rows, self.engine.capabilities.max_batch_rows or rows)
-            assert params.n > most
+            assert params.n > self.engine._runtime.rows
         else:
             self.requests[name] = (prompt, params)
             self.tokens |= {(name, index): [] for index in range(params.n)}
@@ -336,6 +345,7 @@ class LosingMachine(TieredMachine):
                 max_model_len=512,
                 max_batch_rows=rows,
                 max_adapters=self.num_slots[(len(models) + 1) % len(self.num_slots)],
+                state_slots=self.state_slots(rows),
                 fails=lambda run: self.run_fails,
                 transfer_fails=lambda transfer: self.transfer_fails,
                 lost_at=self.lost_at,
@@ -389,7 +399,22 @@ class LosingWindowedMachine(LosingMachine):
         return super().standby(max(pool_tokens, MOST_TOKENS))
 
 
+class StatefulMachine(EngineMachine):
+    """The same, with layers that have a state of each sequence."""
+
+    has_states = True
+
+
+class LosingStatefulMachine(LosingMachine):
+    """Such models on devices that are lost one after another, with more slots or fewer."""
+
+    tiers = ({},)
+    has_states = True
+
+
 TestEngineMachine = EngineMachine.TestCase
+TestStatefulMachine = StatefulMachine.TestCase
+TestLosingStatefulMachine = LosingStatefulMachine.TestCase
 TestWindowedMachine = WindowedMachine.TestCase
 TestGuessingWindowedMachine = GuessingWindowedMachine.TestCase
 TestLosingWindowedMachine = LosingWindowedMachine.TestCase
@@ -404,6 +429,7 @@ TestEngineMachine.settings = TestTieredMachine.settings = settings(
 )
 TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=examples(100))
 TestGuessingMachine.settings = TestLosingMachine.settings
-TestWindowedMachine.settings = TestEngineMachine.settings
+TestWindowedMachine.settings = TestStatefulMachine.settings = TestEngineMachine.settings
+TestLosingStatefulMachine.settings = TestLosingMachine.settings
 TestGuessingWindowedMachine.settings = TestLosingMachine.settings
 TestLosingWindowedMachine.settings = TestLosingMachine.settings

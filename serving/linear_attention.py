@@ -1,0 +1,79 @@
+"""Models with layers of linear attention, which have states: what goes with them, and what not.
+
+A state stands for all tokens of a sequence so far. It cannot go back behind some of them, and K/V
+of a prefix are of no use without the state at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from onnxport.errors import OptionError
+from onnxport.kv.states import SLOTS_PER_SEQUENCE, StatePool
+from onnxport.serving.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+def slots_wanted(config: EngineConfig) -> int:
+    """Return for how many states a model should have room: `LoadOptions.state_slots`."""
+    return SLOTS_PER_SEQUENCE * config.max_num_seqs
+
+
+def check_options(
+    config: EngineConfig, *, max_adapters: int = 0, has_guesses: bool = False
+) -> None:
+    """Refuse what a model with linear attention cannot do, all of it at once.
+
+    Args:
+        config: of the engine.
+        max_adapters: LoRA adapters that the model is to have slots for.
+        has_guesses: whether somebody guesses tokens ahead, whatever `config` says.
+
+    Raises:
+        OptionError: names the options.
+    """
+    refused = []
+    if config.kv_host_memory or config.kv_disk:
+        tiers = [name for name in ("kv_host_memory", "kv_disk") if getattr(config, name)]
+        refused.append(f"{' and '.join(tiers)} (K/V are of no use without the state behind them)")
+    if config.speculation is not None or has_guesses:
+        refused.append("speculation (a state cannot go back behind guesses that prove wrong)")
+    if max_adapters:
+        refused.append("max_adapters (adapters do not reach layers of linear attention)")
+    if refused:
+        raise OptionError(
+            "this model has layers of linear attention, which keep a state of each sequence, and "
+            f"these options do not go with it: {'; '.join(refused)}. Leave them out"
+        )
+
+
+def suited(config: EngineConfig) -> EngineConfig:
+    """Return a config that goes with such a model, and log what is left out."""
+    if not config.enable_prefix_caching:
+        return config
+    logger.info(
+        "the prefix cache is off: this model has layers of linear attention, and K/V of a prefix "
+        "are of no use without their states"
+    )
+    return replace(config, enable_prefix_caching=False)
+
+
+def rows_for(states: StatePool | None, rows: int) -> int:
+    """Return how many of `rows` sequences have a state to hold and one to write in each step.
+
+    Args:
+        states: the slots; None: the model has no states, and all run.
+        rows: that would run otherwise.
+    """
+    if states is None or states.num_sequences >= rows:
+        return rows
+    logger.warning(
+        "there is room for %d states, so %d sequences run at once, not %d: each needs %d",
+        states.num_slots,
+        states.num_sequences,
+        rows,
+        SLOTS_PER_SEQUENCE,
+    )
+    return states.num_sequences

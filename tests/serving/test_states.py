@@ -1,0 +1,368 @@
+"""States of sequences: exact slots in each step, and what the model is told."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from onnxport.errors import CapacityError, OptionError, ProviderError
+from onnxport.kv.states import StatePool, StateStep
+from onnxport.providers.base import StepInputs
+from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving.batch import BatchPacker
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.draft import StepPlan
+from onnxport.serving.engine import Engine
+from onnxport.serving.fallback import describe
+from onnxport.serving.linear_attention import slots_wanted
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.speculation.config import SpeculationConfig
+from tests.serving.bench import Bench, name_of
+from tests.serving.helpers import (
+    GREEDY,
+    alone,
+    checked_step,
+    null_engine,
+    null_model,
+    reasons,
+    run,
+    submit,
+    tokens,
+)
+from tests.serving.prophet import Prophet
+
+PROMPT = list(range(1, 23))
+
+
+class StateBench(Bench):
+    """A bench whose sequences have states; notes the slots of the last step."""
+
+    def slots(self) -> list[tuple[str, int, int]]:
+        """Step; returns what each row read and wrote."""
+        plan = self.scheduler.plan()
+        reservation = self.scheduler.reserve(plan)
+        ends = [plan.requests[row] for row in plan.sampled]
+        ends += [one for request in ends for one in request.siblings]
+        self.scheduler.commit(plan, reservation)
+        for one in ends:
+            one.tokens.append(7)
+        self.scheduler.check()
+        assert reservation.states is not None
+        return _rows(plan, reservation.states)
+
+
+def _rows(plan: StepPlan, states: StateStep) -> list[tuple[str, int, int]]:
+    return [
+        (name_of(one), read, write)
+        for one, read, write in zip(plan.requests, states.reads, states.writes, strict=True)
+    ]
+
+
+def bench(rows: int = 4, num_blocks: int = 40, budget: int = 16) -> StateBench:
+    return StateBench(num_blocks, rows=rows, budget=budget, states=StatePool(2 * rows))
+
+
+# The scheduler.
+
+
+def test_each_step_writes_the_slot_that_the_next_one_reads() -> None:
+    states = bench()
+    states.submit("a", 20)
+    states.submit("b", 3)
+    assert states.slots() == [("a", 0, 1)]  # 16 tokens of it
+    assert states.slots() == [("a", 1, 2), ("b", 0, 3)]
+    assert states.slots() == [("a", 2, 1), ("b", 3, 4)]
+    assert states.slots() == [("a", 1, 3), ("b", 4, 2)]
+    states.finish("a")
+    assert states.slots() == [("b", 2, 3)]
+    states.finish("b")
+    assert states.requests["b"].state == 0
+
+
+def test_a_step_that_fails_leaves_the_slots_where_they_were() -> None:
+    states = bench()
+    states.submit("a", 3)
+    states.slots()
+    states.submit("b", 3)
+    states.fail()
+    states.fail()
+    assert [one.state for one in states.requests.values()] == [1, 0]
+    assert states.slots() == [("a", 1, 2), ("b", 0, 3)]
+
+
+def test_completions_go_on_from_one_slot() -> None:
+    states = bench()
+    states.submit("a", 3, n=3)
+    assert states.slots() == [("a", 0, 1)]
+    assert [one.state for one in states.requests.values()] == [1, 1, 1]
+    assert states.slots() == [("a", 1, 2), ("a1", 1, 3), ("a2", 1, 4)]
+    states.finish("a1")
+    assert states.slots() == [("a", 2, 3), ("a2", 4, 1)]
+
+
+def test_who_yields_begins_again_without_a_state() -> None:
+    states = bench(num_blocks=4)
+    states.submit("a", 8)
+    states.submit("b", 7)
+    while not states.scheduler.num_preemptions:
+        states.slots()
+    assert states.requests["b"].state == 0
+    states.finish("a")
+    assert states.slots()[0][:2] == ("b", 0)
+
+
+def test_another_model_begins_with_empty_slots() -> None:
+    states = bench()
+    states.submit("a", 3)
+    states.slots()
+    [yielded] = states.scheduler.move_to(states.pool, 1, 8, StatePool(2))
+    assert (yielded.state, yielded.running) == (0, False)
+    assert states.slots() == [("a", 0, 1)]
+
+
+# The packer.
+
+
+def test_slots_are_packed_row_by_row_in_the_same_arrays() -> None:
+    states = bench()
+    packer = BatchPacker(4, 16)
+    states.submit("a", 3)
+    states.submit("b", 4)
+
+    def step() -> StepInputs:
+        plan = states.scheduler.plan()
+        reservation = states.scheduler.reserve(plan)
+        inputs = packer.pack(plan, states=reservation.states)
+        states.scheduler.commit(plan, reservation)
+        for one in plan.requests:
+            one.tokens.append(7)
+        return inputs
+
+    step()
+    first = step()
+    assert first.state_reads is not None
+    assert first.state_reads.dtype == np.int32
+    assert first.state_reads.tolist() == [1, 2]
+    assert first.state_writes is not None
+    assert first.state_writes.tolist() == [3, 4]
+    second = step()
+    assert second is first  # what is bound finds the next step's numbers in it
+    assert first.state_reads.tolist() == [3, 4]
+    assert first.state_writes.tolist() == [2, 1]
+
+
+# The engine.
+
+
+def test_tokens_depend_on_states() -> None:
+    assert alone(PROMPT) != alone(PROMPT, has_states=True)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 9, 64])
+def test_batched_and_chunked_tokens_are_those_of_each_alone(max_num_batched_tokens: int) -> None:
+    engine = null_engine(state_slots=16, max_num_batched_tokens=max_num_batched_tokens)
+    prompts = {str(length): PROMPT[:length] for length in (1, 2, 5, 9, 22)}
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt)
+    deltas = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(deltas[name]) == alone(prompt, has_states=True)
+
+
+def test_nothing_is_found_of_a_prompt_that_was_computed_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = null_engine(state_slots=16)
+    assert "the prefix cache is off: this model has layers of linear attention" in caplog.text
+    assert not engine.config.enable_prefix_caching
+    for name in "ab":
+        submit(engine, name, PROMPT)
+        assert tokens(run(engine)[name]) == alone(PROMPT, has_states=True)
+    assert engine.stats().prefix_cache_hits == 0
+
+
+def test_without_prefix_caching_there_is_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        null_engine(state_slots=16, enable_prefix_caching=False)
+    assert "prefix cache" not in caplog.text
+
+
+def test_requests_that_yield_are_computed_again() -> None:
+    engine = null_engine(state_slots=16, num_blocks=12)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    for number in range(4):
+        submit(engine, str(number), PROMPT[number : number + 9], params)
+    deltas = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for number in range(4):
+        expected = alone(PROMPT[number : number + 9], params, has_states=True)
+        assert tokens(deltas[str(number)]) == expected
+
+
+def test_a_step_that_fails_is_tried_again_from_the_same_states() -> None:
+    engine = null_engine(state_slots=16, fails=lambda number: number % 3 == 2)
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    for name in "abcd":
+        submit(engine, name, [ord(name), *PROMPT[:7]], params)
+    deltas = run(engine)
+    assert engine.stats().num_failed_steps > 2
+    ended = [name for name in "abcd" if reasons(deltas[name]) == ["length"]]
+    assert ended
+    for name in "abcd":
+        expected = alone([ord(name), *PROMPT[:7]], params, has_states=True)
+        found = tokens(deltas[name])
+        assert found == expected[: len(found)]
+        assert len(found) == 9 or name not in ended
+
+
+@pytest.mark.parametrize("params", [{"n": 3}, {"n": 2, "best_of": 4}, {"n": 3, "beams": True}])
+def test_completions_of_one_prompt_part_from_one_state(params: dict[str, int]) -> None:
+    chosen = dict(params)
+    beams = bool(chosen.pop("beams", 0))
+    sampled = {} if beams else {"seed": 5, "temperature": 1.0}
+    asked = SamplingParams(max_tokens=6, use_beam_search=beams, **chosen, **sampled)  # type: ignore[arg-type]
+    engine = null_engine(state_slots=16)
+    submit(engine, "a", PROMPT, asked)
+    submit(engine, "b", PROMPT[:3], GREEDY)
+    deltas = run(engine)
+    assert tokens(deltas["b"]) == alone(PROMPT[:3], has_states=True)
+    for index in range(asked.num_sequences):
+        assert tokens(deltas["a"], index) == alone(PROMPT, asked, index, has_states=True)
+
+
+def test_a_request_that_is_aborted_gives_its_slot_back() -> None:
+    engine = null_engine(state_slots=4, max_num_seqs=2)
+    for name in "abc":
+        submit(engine, name, PROMPT)
+    checked_step(engine)
+    engine.abort("a")
+    engine.check()
+    deltas = run(engine)
+    assert tokens(deltas["b"]) == tokens(deltas["c"]) == alone(PROMPT, has_states=True)
+    assert engine._runtime.states is not None
+    assert engine._runtime.states.num_free == 4
+
+
+def test_fewer_slots_let_fewer_sequences_run(caplog: pytest.LogCaptureFixture) -> None:
+    engine = null_engine(state_slots=5, max_num_seqs=4)
+    assert "there is room for 5 states, so 2 sequences run at once, not 4" in caplog.text
+    for number in range(4):
+        submit(engine, str(number), PROMPT)
+    checked_step(engine)
+    checked_step(engine)
+    assert engine._scheduler.num_running == 2
+    assert all(reasons(deltas) == ["length"] for deltas in run(engine).values())
+
+
+def test_as_many_slots_as_were_asked_for_limit_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(max_num_seqs=3)
+    Engine(NullModel(NullOptions(state_slots=slots_wanted(config))), config=config).close()
+    assert "at once" not in caplog.text
+
+
+def test_what_takes_over_has_states_of_its_own() -> None:
+    small = NullModel(NullOptions(block_size=8, state_slots=3))
+    engine = null_engine(state_slots=16, lost_at=lambda number: number == 4, fallbacks=[small])
+    for number in range(3):
+        submit(engine, str(number), PROMPT[number:])
+    deltas = run(engine)
+    assert null_model(engine) is small
+    for number in range(3):
+        assert tokens(deltas[str(number)]) == alone(PROMPT[number:], has_states=True)
+
+
+def test_what_has_no_room_for_a_sequence_does_not_take_over() -> None:
+    small = NullModel(NullOptions(state_slots=1))
+    engine = null_engine(state_slots=16, lost_at=lambda number: number == 2, fallbacks=[small])
+    submit(engine, "a", PROMPT)
+    assert reasons(run(engine)["a"]) == ["error"]
+    assert engine.failure is not None
+    assert "there is room for 1 states of sequences, and one sequence needs 2" in engine.failure
+    assert small.closed
+
+
+# What does not go with states.
+
+
+def test_a_model_without_room_for_a_sequence_is_refused() -> None:
+    with pytest.raises(CapacityError, match="room for 1 states"):
+        null_engine(state_slots=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_host_memory": 1 << 20}, r": kv_host_memory \(K/V are of no use"),
+        ({"kv_disk": "blocks"}, r": kv_disk \(K/V"),
+        ({"kv_host_memory": 1 << 20, "kv_disk": "blocks"}, "kv_host_memory and kv_disk"),
+        ({"speculation": SpeculationConfig(method="ngram")}, "speculation"),
+        ({"speculator": Prophet(lambda request: [])}, "speculation"),
+        ({"max_adapters": 1}, "max_adapters"),
+        ({"kv_disk": "blocks", "max_adapters": 1}, "kv_disk .*; max_adapters"),
+    ],
+)
+def test_options_that_do_not_go_with_states_are_refused(
+    options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(OptionError, match=f"this model has layers of linear attention.*{words}"):
+        null_engine(state_slots=16, **options)  # type: ignore[arg-type]
+
+
+def test_a_log_tells_how_many_states_there_are() -> None:
+    assert "room for 6 states of sequences, 0.0 MiB each" in describe(
+        NullModel(NullOptions(state_slots=6)).capabilities
+    )
+    assert "states" not in describe(NullModel().capabilities)
+
+
+# What the null model sees.
+
+
+def stepped(model: NullModel, past: int, read: int, write: int) -> None:
+    total = past + 2
+    model.run(
+        StepInputs(
+            input_ids=np.array([1, 2]),
+            block_table=np.array([[0]], np.int32),
+            cumulative_sequence_lengths=np.array([0, 2], np.int32),
+            past_sequence_lengths=np.array([past], np.int32),
+            attention_metadata=np.array([2, total, total], np.int32),
+            logits_indices=np.array([1], np.int32),
+            state_reads=np.array([read], np.int32),
+            state_writes=np.array([write], np.int32),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("past", "read", "write", "words"),
+    [
+        (2, 2, 3, "slot 2 is the state of what is undefined"),
+        (1, 1, 2, "goes on after 1 tokens, and slot 1 is the state of 2"),
+        (2, 1, 1, "reads what one writes"),
+        (2, 1, 0, r"\[0\]"),
+        (2, 1, 4, r"\[4\]"),
+        (2, 0, 2, "read slot 0"),
+        (0, 1, 2, "read slot 0"),
+    ],
+)
+def test_the_null_model_sees_slots_that_are_wrong(
+    past: int, read: int, write: int, words: str
+) -> None:
+    model = NullModel(NullOptions(state_slots=3))
+    stepped(model, 0, 0, 1)
+    with pytest.raises(AssertionError, match=words):
+        stepped(model, past, read, write)
+
+
+def test_a_step_that_fails_leaves_what_it_wrote_undefined_and_no_more() -> None:
+    model = NullModel(NullOptions(state_slots=3, fails=lambda number: number == 1))
+    stepped(model, 0, 0, 1)
+    with pytest.raises(ProviderError, match="told to fail"):
+        stepped(model, 2, 1, 2)
+    stepped(model, 2, 1, 3)
+    with pytest.raises(AssertionError, match="slot 2 is the state of what is undefined"):
+        stepped(model, 4, 2, 1)
