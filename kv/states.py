@@ -118,12 +118,14 @@ class StatePool:
 
     def hand_out_first(self, key: bytes) -> None:
         """Let what is kept under a key, if it is, go before all else that is kept."""
-        if (slot := self._by_key.get(key)) in self._kept:
+        slot = self._by_key.get(key)
+        if slot is not None and slot in self._kept:
             self._kept.move_to_end(slot, last=False)
 
     def hand_out_last(self, key: bytes) -> None:
         """Let what is kept under a key, if it is, go after all else that is kept."""
-        if (slot := self._by_key.get(key)) in self._kept:
+        slot = self._by_key.get(key)
+        if slot is not None and slot in self._kept:
             self._kept.move_to_end(slot)
 
     def reset_cache(self) -> None:
