@@ -89,8 +89,8 @@ def _read_conv(node: onnx.NodeProto) -> CausalConvNode:
 
 
 def _read_delta(node: onnx.NodeProto) -> DeltaNetNode:
-    known = ("update_rule", "gate_activation", "beta_activation", "qk_l2_norm", "scale")
-    known = (*known, "chunk_size", "state_update_capacity")
+    activations = ("gate_activation", "beta_activation", "qk_l2_norm")
+    known = (*activations, "update_rule", "scale", "chunk_size", "state_update_capacity")
     found = _attributes(node, known, {"update_rule": "gated_delta", "state_update_capacity": 0})
     gate = _text(node, found, "gate_activation", ("none", "qwen"))
     beta = _text(node, found, "beta_activation", ("none", "sigmoid"))

@@ -49,6 +49,7 @@ class Features:
     # matmul_accuracy_level -> the type that all activations have then; others leave it open.
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
+    has_states: bool = False  # layers of linear attention run, which keep states of sequences
     # Attention -> the activations that it takes; one that is not there takes all.
     attention_dtypes: Mapping[Attention, tuple[str, ...]] = field(default_factory=dict)
 
@@ -254,7 +255,7 @@ class KVFormat:
             groups: how its layers are divided; None: not at all.
         """
         spec, fingerprint = artifact.manifest.model, artifact.manifest.fingerprint
-        layers = spec.num_layers
+        layers = len(spec.cached_layers)
         places: tuple[tuple[int, int], ...] = ()
         if groups is not None and len(groups.windows) > 1:
             layers, places = groups.num_places, groups.places

@@ -76,6 +76,9 @@ def measure(model: Model, clock: Clock, best_s: float | None = None) -> Figures:
     most_rows = min(limits.max_batch_rows or ROWS, most_tokens)
     rows = min(ROWS, most_rows, limits.num_blocks // row_blocks)
     model.run(_batch(limits, 1, past=0, new=short))
+    if limits.state_slots:
+        rows = min(rows, limits.state_slots - 1)
+        model.run(_batch(limits, 1, past=0, new=max(1, short - 1)))  # what decode steps go on from
     found = Figures(_median_s(model, _batch(limits, 1, past=short - 1, new=1), clock))
     if best_s is not None and found.score_s > best_s:
         return found
@@ -100,10 +103,14 @@ def _median_s(model: Model, inputs: StepInputs, clock: Clock) -> float:
 
 
 def _batch(limits: Capabilities, rows: int, *, past: int, new: int) -> StepInputs:
-    """Rows of equal length, each with blocks of its own, that ask for one token's logits each."""
+    """Rows of equal length, each with blocks of its own, that ask for one token's logits each.
+
+    Of states they go on from the one that a single row without a past left.
+    """
     width, num_groups = -(-(past + new) // limits.block_size), len(limits.windows)
     blocks = _int32(range(rows * num_groups * width)).reshape(rows, num_groups, width)
     first, *others = np.ascontiguousarray(blocks.swapaxes(0, 1))
+    first_slot = 2 if past else 1
     return StepInputs(
         input_ids=_int64([token % limits.vocab_size for token in range(past, past + new)] * rows),
         block_table=first,
@@ -112,6 +119,8 @@ def _batch(limits: Capabilities, rows: int, *, past: int, new: int) -> StepInput
         attention_metadata=_int32([new, past + new, past + new]),
         logits_indices=_int32(range(new - 1, rows * new, new)),
         more_block_tables=tuple(others),
+        state_reads=_int32([first_slot - 1] * rows) if limits.state_slots else None,
+        state_writes=(_int32(range(first_slot, first_slot + rows)) if limits.state_slots else None),
     )
 
 

@@ -92,8 +92,9 @@ def open_engine(
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_folder(path, eos_token_ids, texts)
     names = (fallback,) if isinstance(fallback, str) else tuple(fallback)
+    has_states = artifact.manifest.model.linear is not None
     for name in names:
-        _check_fallback(name, provider)
+        _check_fallback(name, provider, has_states=has_states)
 
     first = Fallback(provider, lambda: open_model(artifact, provider, chosen, trials))
     standby = Standby((first, *(_fallback(artifact, name, provider, chosen) for name in names)))
@@ -155,13 +156,24 @@ def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], pa
     )
 
 
-def _check_fallback(name: str, provider: str) -> None:
-    """Refuse a fallback that could never take over, before it is needed."""
+def _check_fallback(name: str, provider: str, *, has_states: bool) -> None:
+    """Refuse a fallback that could never take over, before it is needed.
+
+    Args:
+        name: of the fallback.
+        provider: that it is to take over from.
+        has_states: whether the model has layers of linear attention.
+    """
     if name in (AUTO, provider):
         return
     probe = get_provider(name).probe()
     if not probe.available:
         raise ProviderError(f"{name} cannot be a fallback here: {probe.reason}")
+    if has_states and not (probe.features and probe.features.has_states):
+        raise ProviderError(
+            f"{name} cannot be a fallback here: the model has layers of linear attention, which "
+            f"{name} does not run; take another one, such as cpu"
+        )
 
 
 def _fallback(first: Artifact, name: str, provider: str, options: LoadOptions) -> Fallback:

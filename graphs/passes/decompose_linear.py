@@ -37,8 +37,8 @@ _CONV_PLAN = "convolution"  # scope of what convolutions share
 def decompose_linear(model: onnx.ModelProto) -> PassResult:
     """Replace VarlenCausalConvWithState and GatedDeltaNet by standard operators.
 
-    Sequences of no new tokens keep their states. Whatever the activations are, all is computed in
-    float32.
+    Sequences of no new tokens keep their states, but one must have some. Whatever the activations
+    are, all is computed in float32.
 
     Args:
         model: A paged graph, in its final types.
@@ -157,11 +157,10 @@ class _Rewriter:
     def _projections(self, node: DeltaNetNode, sizes: tuple[int, int, int]) -> tuple[str, str, str]:
         """Query and key [num_tokens, key_heads, key_size], and the value, in float32."""
         g, (heads, value_size, key_size) = self._g, sizes
+        shape = [0, -1, key_size]
         if not node.is_packed:
-            shape = [0, -1, key_size]
-            flat = [
-                ops.reshape(g, self._float(x), [0, -1]) for x in (node.query, node.key, node.value)
-            ]
+            given = (node.query, node.key, node.value)
+            flat = [g.node("Flatten", [self._float(x)], axis=1) for x in given]
             return ops.reshape(g, flat[0], shape), ops.reshape(g, flat[1], shape), flat[2]
         all_of = self._float(node.query)
         width = g.node("Squeeze", [g.node("Shape", [all_of], start=1, end=2)])
@@ -171,7 +170,6 @@ class _Rewriter:
         parts = [g.node("Unsqueeze", [x, self._ints([0])]) for x in (half, half, values)]
         sizes_of = g.node("Concat", parts, axis=0)
         query, key, value = g.node("Split", [all_of, sizes_of], outputs=3, axis=1)
-        shape = [0, -1, key_size]
         return ops.reshape(g, query, shape), ops.reshape(g, key, shape), value
 
     def _normalized(self, x: str) -> str:

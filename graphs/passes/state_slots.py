@@ -1,8 +1,8 @@
 """Let operators of our own keep states where they are, in the slots of a pool.
 
-`Gather` copies the states of a step out of the pool, the standard operator makes others of them, and
-`ScatterND` copies these into the pool. `onnxport.CausalConv` and `onnxport.GatedDeltaNet` read each
-state in one slot and write it to another: it comes from memory once, and goes there once.
+`Gather` copies the states of a step out of the pool, the standard operator makes others of them,
+and `ScatterND` copies these into the pool. `onnxport.CausalConv` and `onnxport.GatedDeltaNet` read
+each state in one slot and write it to another: it comes from memory once, and goes there once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def use_state_slots(model: onnx.ModelProto) -> PassResult:
     if not found:
         return PassResult("state_slots", copy, {})
     graph = _Graph.of(model)
-    fused, dropped = {}, set()
+    fused: dict[str, onnx.NodeProto] = {}
+    dropped: set[str] = set()
     for output, node in found.items():
         pool = graph.pool(node)
         fused[output] = _fused(read_linear_node(node), pool, graph)

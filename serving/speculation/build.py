@@ -155,6 +155,11 @@ def check_draft(config: SpeculationConfig, target: Path) -> None:
     """Raise ArtifactError unless what guesses is what the method needs, and fits the model."""
     assert config.model is not None
     head = _spec(config.model).draft
+    if _spec(config.model).linear is not None:
+        raise ArtifactError(
+            f"{config.model} has layers of linear attention, whose states cannot go back behind "
+            "guesses that prove wrong; take a draft model that has attention alone"
+        )
     if (head is not None) != (config.method == "eagle3"):
         kind, method = ("a draft head", "eagle3") if head else ("a model", "draft_model")
         raise ArtifactError(

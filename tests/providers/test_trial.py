@@ -74,6 +74,15 @@ def test_each_figure_is_a_run_after_the_first() -> None:
     assert set(model.batches) == {(16, 1), (1, 1), (8, 8), (128, 1)}
 
 
+@pytest.mark.parametrize(("slots", "rows"), [(9, 8), (64, 8), (4, 3), (2, 1)])
+def test_rows_of_a_model_with_states_go_on_from_one_of_them(slots: int, rows: int) -> None:
+    model = Timed(lambda tokens, rows: 0.001 * tokens + 0.01 * rows, NullOptions(state_slots=slots))
+    found = measure(model, model.clock)
+    assert found.decode_s == pytest.approx(0.011)
+    assert found.prefill_s == pytest.approx(0.138)
+    assert set(model.batches) == {(16, 1), (15, 1), (1, 1), (rows, rows), (128, 1)}
+
+
 def test_one_slow_run_is_an_exception() -> None:
     runs = iter(range(1000))
     model = Timed(lambda tokens, rows: 50.0 if next(runs) == 4 else 0.01)

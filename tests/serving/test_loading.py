@@ -3,21 +3,24 @@
 import gc
 import re
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.errors import ArtifactError, CapacityError, OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers.base import LoadOptions, Model, Probe
+from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.providers.base import Features, LoadOptions, Model, Probe
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import loading
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.speculation.config import SpeculationConfig
 from tests.graphs.artifacts import SPEC, write
 from tests.serving.helpers import alone
 from tests.serving.tokenizers_for_tests import byte_level
@@ -304,6 +307,88 @@ def test_a_fallback_that_could_never_take_over_is_refused_at_once(
     with pytest.raises(ProviderError, match=words):
         loading.open_engine(tmp_path, "cpu", needs_tokenizer=False, fallback=[name])
     assert not opened
+
+
+@pytest.fixture
+def stateful(monkeypatch: pytest.MonkeyPatch) -> list[LoadOptions]:
+    """With what a model with linear attention was opened, or would have been."""
+    asked: list[LoadOptions] = []
+
+    def open_model(
+        given: Any, provider: str, options: LoadOptions, trials: Path | None = None
+    ) -> Model:
+        asked.append(options)
+        return NullModel(NullOptions(state_slots=options.state_slots or 0))
+
+    layers = (True,) * (SPEC.num_layers - 1) + (False,)
+    linear = LinearAttentionSpec(
+        key_heads=1, value_heads=2, key_size=4, value_size=4, kernel=4, layers=layers
+    )
+    model = replace(SPEC, linear=linear, sliding_window=(None,) * SPEC.num_layers)
+    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=model, fingerprint="f")
+    monkeypatch.setattr(
+        loading,
+        "read_artifact",
+        lambda path, options: SimpleNamespace(path=path, manifest=manifest),
+    )
+    monkeypatch.setattr(loading, "open_model", open_model)
+    return asked
+
+
+@pytest.mark.parametrize(("given", "slots"), [(None, 6), (5, 5)])
+def test_there_are_states_for_as_many_sequences_as_run(
+    stateful: list[LoadOptions], tmp_path: Path, given: int | None, slots: int
+) -> None:
+    options = LoadOptions(state_slots=given)
+    config = EngineConfig(max_num_seqs=3)
+    engine = loading.open_engine(tmp_path, "cpu", options, config, needs_tokenizer=False)
+    assert [one.state_slots for one in stateful] == [slots]
+    assert engine.capabilities.state_slots == slots
+
+
+def test_what_takes_over_has_as_many_states(stateful: list[LoadOptions], tmp_path: Path) -> None:
+    config = EngineConfig(max_num_seqs=3)
+    names = ["cpu"]
+    engine = loading.open_engine(
+        tmp_path, "auto", None, config, needs_tokenizer=False, fallback=names
+    )
+    engine._runtime._fallbacks[0].load()
+    assert [one.state_slots for one in stateful] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        ({"kv_host_memory": 1 << 20}, {}, "kv_host_memory"),
+        ({"speculation": SpeculationConfig(method="ngram")}, {}, "speculation"),
+        ({}, {"max_adapters": 1}, "max_adapters"),
+    ],
+)
+def test_what_does_not_go_with_states_is_refused_before_anything_is_loaded(
+    stateful: list[LoadOptions],
+    tmp_path: Path,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    words: str,
+) -> None:
+    with pytest.raises(OptionError, match=f"layers of linear attention.* {words}"):
+        loading.open_engine(
+            tmp_path, "cpu", LoadOptions(**options), EngineConfig(**config), needs_tokenizer=False
+        )
+    assert not stateful
+
+
+def test_a_fallback_that_runs_no_linear_attention_is_refused_at_once(
+    stateful: list[LoadOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = Features.one_type(("native",), ("float32",))
+    for told in (features, None):
+        probe = Probe(available=True, reason="", features=told)
+        provider = SimpleNamespace(probe=lambda found=probe: found)
+        monkeypatch.setattr(loading, "get_provider", lambda name, found=provider: found)
+        with pytest.raises(ProviderError, match="which webgpu does not run; take another one"):
+            loading.open_engine(tmp_path, "cpu", needs_tokenizer=False, fallback=["webgpu"])
+    assert not stateful
 
 
 def test_one_fallback_may_be_a_plain_name(opened: list[Any], tmp_path: Path) -> None:

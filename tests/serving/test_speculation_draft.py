@@ -9,7 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxport.errors import DeviceLostError, ProviderError
+from onnxport.errors import ArtifactError, DeviceLostError, ProviderError
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
+from onnxport.serving.speculation import build
+from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance, room
 from tests.serving.helpers import alone
@@ -330,3 +334,11 @@ def test_many_steps_with_chance() -> None:
             if len(one.tokens) > 40:
                 tested.forget(one)
                 some[number] = request([chance.randrange(VOCAB)])
+
+
+def test_a_draft_model_that_has_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(draft=None, linear=SimpleNamespace())
+    monkeypatch.setattr(build, "_spec", lambda path: spec)
+    config = SpeculationConfig("draft_model", model=Path("draft"), kv_cache_tokens=256)
+    with pytest.raises(ArtifactError, match=r"draft has layers of linear attention.* cannot go"):
+        build.check_draft(config, Path("target"))

@@ -97,9 +97,10 @@ def fail(error: Exception) -> Callable[[], NullModel]:
     return load
 
 
-def fake_artifact(folder: Path, precision: str = "fp32") -> Any:
+def fake_artifact(folder: Path, precision: str = "fp32", *, has_states: bool = False) -> Any:
     """What a verifier reads of an artifact; its golden logits are the null model's."""
-    logits = rows_of(WrongModel(), GOLDEN, ROWS, len(GOLDEN))
+    model = WrongModel(state_slots=2 if has_states else 0)
+    logits = rows_of(model, GOLDEN, ROWS, len(GOLDEN))
     np.savez(
         folder / "golden.npz",
         token_ids=GOLDEN,
@@ -107,7 +108,9 @@ def fake_artifact(folder: Path, precision: str = "fp32") -> Any:
         logits=logits,
     )
     manifest = SimpleNamespace(
-        model=SimpleNamespace(vocab_size=VOCAB, experts=None),
+        model=SimpleNamespace(
+            vocab_size=VOCAB, experts=None, linear=SimpleNamespace() if has_states else None
+        ),
         source=SimpleNamespace(name="nothing"),
         family="null",
         precision=precision,
@@ -128,6 +131,7 @@ def fake_verifier(
     *,
     precision: str = "fp32",
     checks: Checks | None = None,
+    has_states: bool = False,
 ) -> Verifier:
     def get_provider(name: str, *, emulate: bool = False) -> FakeProvider:
         if name not in providers:
@@ -135,5 +139,5 @@ def fake_verifier(
         return providers[name]
 
     monkeypatch.setattr(verifier, "get_provider", get_provider)
-    artifact = fake_artifact(folder, precision)
+    artifact = fake_artifact(folder, precision, has_states=has_states)
     return Verifier(artifact, LoadOptions(), checks or Checks(speed=False))
