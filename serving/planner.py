@@ -43,6 +43,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from onnxport.kv.pool import BlockPool
+from onnxport.kv.states import StatePool
 from onnxport.kv.table import NOTHING
 from onnxport.serving.beams import BeamGroup, together
 from onnxport.serving.draft import Draft, Guess, StepPlan
@@ -80,14 +81,19 @@ class Planner:
     """Chooses steps."""
 
     def __init__(
-        self, pool: BlockPool, queues: Queues, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        pool: BlockPool,
+        queues: Queues,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        states: StatePool | None = None,
     ) -> None:
-        """Look at a pool and queues that somebody else changes."""
+        """Look at pools and queues that somebody else changes."""
         self._pool = pool
         self._queues = queues
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._hits = Hits(pool)
+        self._hits = Hits(pool, states)
         self._rooms = RoomMaker(pool, queues, self._hits)
 
     @property
