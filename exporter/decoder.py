@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,14 @@ from onnxport.exporter.graph_parts import (
     declare_caches,
     rope_tables,
     sinks,
+)
+from onnxport.exporter.linear_batch import declare_rows, mix_by_rows
+from onnxport.exporter.linear_layer import (
+    DeltaInputs,
+    Mix,
+    declare_slots,
+    linear_attention,
+    mix_by_slots,
 )
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
@@ -46,6 +55,7 @@ class _Decoder:
     weights: StoredWeights
     leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
     attend: Attend
+    mix: Mix
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
         """Token ids to hidden states, normalized and as they are.
@@ -125,6 +135,18 @@ class _Decoder:
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
 
     def attention(self, layer: int, x: str) -> str:
+        """Attention, times the sigmoid of a product where the model has that; or a delta net."""
+        if self.spec.is_linear(layer):
+            parts = (self.g, self.spec, self.weights, layer, x)
+            return linear_attention(*parts, self.linear, self.mix, self.leading)
+        attended = self.heads(layer, x)
+        if not self.spec.attention_gate:
+            return attended
+        gate = self.linear(f"layers.{layer}.attention_gate", x)
+        part = self.g.node("Sigmoid", [gate], name="attention_gate.sigmoid")
+        return self.g.node("Mul", [attended, part], name="attention.gated")
+
+    def heads(self, layer: int, x: str) -> str:
         """Packed projection and attention; with QK-norm the heads are normalized between."""
         g, spec = self.g, self.spec
         qkv = self.linear(f"layers.{layer}.qkv", x)
@@ -318,6 +340,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         declare_states(g, spec.draft, spec.hidden_size)
     pool: list[int | str] = [names.NUM_BLOCKS, names.BLOCK_SIZE, spec.num_kv_heads, spec.head_size]
     declare_caches(g, spec, dtype, pool, pool)
+    declare_slots(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
 
     def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
@@ -341,7 +364,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     def select(x: str) -> str:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
-    decoder = _Decoder(g, spec, weights, (0,), attend)
+    decoder = _Decoder(g, spec, weights, (0,), attend, partial(mix_by_slots, g))
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -363,6 +386,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         for length in ("past_sequence_length", "total_sequence_length")
     )
     declare_caches(g, spec, dtype, past, total)
+    declare_rows(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
     less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
 
@@ -382,6 +406,10 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             sinks=sinks(g, weights, layer),
         )
 
-    decoder = _Decoder(g, spec, weights, (0, 0), attend)
+    def mix(layer: int, inputs: DeltaInputs) -> str:
+        assert spec.linear is not None
+        return mix_by_rows(g, spec.linear, dtype, layer, inputs)
+
+    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix)
     decoder.logits(decoder.body(None)[0])
     return g.build()

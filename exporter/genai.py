@@ -19,8 +19,8 @@ FILE: Final = "genai_config.json"
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
 _LLAMA: Final = (
     *("dots1", "ernie4_5_moe", "glm", "glm4_moe", "granitemoe", "granitemoeshared", "helium"),
-    *("ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss"),
-    "solar_open",
+    *("ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+    *("seed_oss", "solar_open"),
 )
 _TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}
 

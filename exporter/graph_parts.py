@@ -40,8 +40,8 @@ def activation_dtype(weights: StoredWeights) -> int:
 def declare_caches(
     g: GraphBuilder, spec: ArchSpec, dtype: int, past: list[int | str], present: list[int | str]
 ) -> None:
-    """Declare the caches of all layers, in and out."""
-    for layer in range(spec.num_layers):
+    """Declare the caches of all layers that have some, in and out."""
+    for layer in spec.cached_layers:
         g.input(names.past_key(layer), dtype, past)
         g.input(names.past_value(layer), dtype, past)
         g.output(names.present_key(layer), dtype, present)

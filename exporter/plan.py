@@ -3,8 +3,10 @@
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
 `layers.N.{input_norm, qkv, q_norm, k_norm, sinks, o, o_norm, post_norm, gate_up, down, down_norm}`,
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
-`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. A draft head has
-`features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides.
+`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
+has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
+dt_bias, norm}` for `qkv` and its norms. A draft head has `features`, `joint_norm` or
+`apart_norm.N`, and `layers.0.hidden_norm` besides.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec
 from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 
 HEAD: Final = "head"
@@ -111,10 +114,16 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
-        if spec.attention_sinks:
-            vectors[role + "sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
-        width = spec.attention_inputs(layer)
-        matrices.update(_layer_matrices(spec, names, role, prefix, width, dense=experts is None))
+        if spec.linear is not None and spec.is_linear(layer):
+            vectors.update(_linear_vectors(spec.linear, names, role, prefix))
+            matrices.update(_linear_matrices(spec, spec.linear, names, role, prefix))
+        else:
+            vectors.update(_head_vectors(spec, names, role, prefix))
+            width = spec.attention_inputs(layer)
+            matrices.update(_attention_matrices(spec, names, role, prefix, width))
+        if experts is None:
+            parts = (names.gate_up, names.down)
+            matrices.update(_feed_forward(spec, role, prefix, parts, spec.intermediate_size))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
             if experts.corrected:
@@ -148,28 +157,97 @@ def _layer_norms(
     if not spec.raw_inputs:
         found["input_norm"] = _norm(names, prefix + names.input_norm, spec.hidden_size)
         found["post_norm"] = _norm(names, prefix + names.post_norm, spec.hidden_size)
-    if spec.qk_norm:
-        sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
-        found["q_norm"] = _norm(names, prefix + names.q_norm, sizes[0])
-        found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
     if spec.output_norms:
         for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
             found[name] = _norm(names, prefix + tensor, spec.hidden_size, spec.residual_scale)
     return {role + name: vector for name, vector in found.items()}
 
 
-def _layer_matrices(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str, inputs: int, *, dense: bool
+def _head_vectors(
+    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """Norms of queries and keys, and sinks, of a layer with attention."""
+    found = {}
+    if spec.qk_norm:
+        sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
+        found["q_norm"] = _norm(names, prefix + names.q_norm, sizes[0])
+        found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
+    if spec.attention_sinks:
+        found["sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
+    return {role + name: vector for name, vector in found.items()}
+
+
+def _attention_matrices(
+    spec: ArchSpec, names: TensorNames, role: str, prefix: str, inputs: int
 ) -> dict[str, MatrixPlan]:
-    """Attention's projections of `inputs`, and those of a feed-forward layer if it is one."""
-    widths = (spec.q_size, spec.kv_size, spec.kv_size)
-    qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
+    """Attention's projections of `inputs`; a head's gate, if it has one, is below its query."""
     o = _stacked(prefix, names.o, (spec.hidden_size,), spec.q_size, biased=spec.o_bias)
-    found = {role + "qkv": qkv, role + "o": replace(o, scale=spec.output_scale)}
-    if dense:
-        parts = (names.gate_up, names.down)
-        found |= _feed_forward(spec, role, prefix, parts, spec.intermediate_size)
-    return found
+    found = {role + "o": replace(o, scale=spec.output_scale)}
+    widths = (spec.q_size, spec.kv_size, spec.kv_size)
+    if not spec.attention_gate:
+        return found | {
+            role + "qkv": _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
+        }
+    first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
+    q, gate = _by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)
+    parts = (*q, *map(Part, others, widths[1:]))
+    gates = MatrixPlan(gate, inputs)
+    return found | {role + "qkv": MatrixPlan(parts, inputs), role + "attention_gate": gates}
+
+
+def _by_head(
+    tensor: str, heads: int, rows: tuple[int, ...], columns: int
+) -> list[tuple[Part, ...]]:
+    """The parts of a tensor where rows of each of several kinds lie together, head by head."""
+    height = sum(rows)
+    shape = (heads * height, columns)
+    return [
+        tuple(Part(tensor, size, head * height + sum(rows[:kind]), shape) for head in range(heads))
+        for kind, size in enumerate(rows)
+    ]
+
+
+def _linear_vectors(
+    linear: LinearAttentionSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer without attention has beside its products."""
+    role, heads = f"{role}linear.", (linear.value_heads,)
+    kernel = (linear.channels, 1, linear.kernel)
+    return {
+        role + "conv": VectorPlan(prefix + names.linear_conv, kernel),
+        role + "a_log": VectorPlan(prefix + names.linear_a_log, heads, is_exact=True),
+        role + "dt_bias": VectorPlan(prefix + names.linear_dt_bias, heads, is_exact=True),
+        role + "norm": VectorPlan(prefix + names.linear_norm, (linear.value_size,)),
+    }
+
+
+def _linear_matrices(
+    spec: ArchSpec, linear: LinearAttentionSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products of a layer without attention.
+
+    Those of beta and of the decay are two numbers a head, and stay as exact as activations are: an
+    error of a decay is one of all tokens before, as often as there are tokens behind.
+    """
+    hidden, heads = spec.hidden_size, linear.value_heads
+    tensors = [f"{prefix}{name}.weight" for name in names.linear_in]
+    if len(tensors) == 2:  # of each key head its query, key, values and their gates
+        shared = heads // linear.key_heads
+        values = shared * linear.value_size
+        rows = (linear.key_size, linear.key_size, values, values)
+        *qkv, z = _by_head(tensors[0], linear.key_heads, rows, hidden)
+        ba = _by_head(tensors[1], linear.key_heads, (shared, shared), hidden)
+        first, second = (tuple(part for kind in kinds for part in kind) for kinds in (qkv, ba))
+    else:
+        first, z = (Part(tensors[0], linear.channels),), (Part(tensors[1], linear.value_width),)
+        second = tuple(Part(tensor, heads) for tensor in tensors[2:])
+    o = _stacked(prefix, names.linear_o, (hidden,), linear.value_width, biased=False)
+    return {
+        role + "linear.qkv": MatrixPlan(first, hidden),
+        role + "linear.z": MatrixPlan(z, hidden),
+        role + "linear.ba": MatrixPlan(second, hidden, is_exact=True),
+        role + "o": replace(o, scale=spec.output_scale),
+    }
 
 
 def _feed_forward(

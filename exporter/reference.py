@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
+from onnxport.exporter.linear_reference import convolve, delta_net, softplus
 from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
 from onnxport.graphs.spec import ArchSpec, ExpertsSpec, RopeSpec
 
@@ -118,7 +119,10 @@ def _normed(
             read, hidden = _read_states(spec, weights, hidden, states)
         else:
             read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
-        attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
+        if spec.is_linear(layer):
+            attended = _attend_linearly(spec, layer, weights, read)
+        else:
+            attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
         projected = weights.linear(f"layers.{layer}.o", attended)
@@ -248,7 +252,24 @@ def _attend(
     scores /= scores.sum(-1, keepdims=True)
     seen = scores[..., :tokens]
     result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, spec.q_size)
+    if spec.attention_gate:
+        result *= _sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
     return result
+
+
+def _attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
+    """A layer of a gated delta net; [num_tokens, hidden] to [num_tokens, value_width]."""
+    assert spec.linear is not None
+    linear, role = spec.linear, f"layers.{layer}.linear."
+    qkv = weights.linear(role + "qkv", x)
+    beta, decay = np.split(weights.linear(role + "ba", x), 2, axis=-1)
+    kernel = weights.vector(role + "conv").reshape(linear.channels, linear.kernel)
+    rate = -np.exp(weights.vector(role + "a_log"))
+    decay = np.exp(rate * softplus(decay + weights.vector(role + "dt_bias")))
+    result = delta_net(linear, _silu(convolve(qkv, kernel)), _sigmoid(beta), decay)
+    result = _rms_norm(result, weights.vector(role + "norm"), spec.rms_norm_eps)
+    gate = _silu(weights.linear(role + "z", x))
+    return result.reshape(gate.shape) * gate
 
 
 def _softcap(x: Array, cap: float | None) -> Array:

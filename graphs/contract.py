@@ -151,6 +151,26 @@ def present_recurrent_state(layer: int) -> str:
     return f"present_recurrent_state.{layer}"
 
 
+def gqa_past_conv_state(layer: int) -> str:
+    """GQA graph, input of `layer`: [batch, channels, kernel - 1], of the activations' type."""
+    return f"past_key_values.{layer}.conv_state"
+
+
+def gqa_present_conv_state(layer: int) -> str:
+    """GQA graph, output of `layer`."""
+    return f"present.{layer}.conv_state"
+
+
+def gqa_past_recurrent_state(layer: int) -> str:
+    """GQA graph, input of `layer`: float32 [batch, value_heads, key_size, value_size]."""
+    return f"past_key_values.{layer}.recurrent_state"
+
+
+def gqa_present_recurrent_state(layer: int) -> str:
+    """GQA graph, output of `layer`."""
+    return f"present.{layer}.recurrent_state"
+
+
 # What MatMulNBits and QMoE may bring their activations to, by their attribute accuracy_level.
 ACCURACY_LEVELS: Final = {0: "unset", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 INT8_LEVEL: Final = 4

@@ -27,6 +27,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "Abs",
         "Add",
         "AddLora",
+        "CausalConv",
         "Clip",
         "Concat",
         "CumSum",
@@ -35,6 +36,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "Exp",
         "Expand",
         "Flatten",
+        "GatedDeltaNet",
         "GatedExperts",
         "GatedGelu",
         "GatedMlp",
@@ -83,6 +85,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "TopK",
         "Transpose",
         "Unsqueeze",
+        "VarlenCausalConvWithState",
     ]
 )
 

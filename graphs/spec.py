@@ -246,6 +246,10 @@ class ArchSpec:
             not self.raw_inputs or self.residual_scale is None,
             "residual_scale needs norms on what layers read, and raw_inputs says there are none",
         )
+        require(
+            not (self.attention_gate and self.qkv_bias),
+            "attention_gate and qkv_bias exclude each other",
+        )
         self._check_linear()
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")

@@ -255,7 +255,7 @@ class KVFormat:
             groups: how its layers are divided; None: not at all.
         """
         spec, fingerprint = artifact.manifest.model, artifact.manifest.fingerprint
-        layers = spec.num_layers
+        layers = len(spec.cached_layers)
         places: tuple[tuple[int, int], ...] = ()
         if groups is not None and len(groups.windows) > 1:
             layers, places = groups.num_places, groups.places

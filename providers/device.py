@@ -47,6 +47,7 @@ from onnxport.providers.placement import check_host_operators, host_operators, p
 from onnxport.providers.pool import PoolPlan, plan_pool
 from onnxport.providers.recipe import Recipe
 from onnxport.providers.replay import DecodeReplay
+from onnxport.providers.states import refuse_states
 from onnxport.providers.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def load_on_device(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
         )
+    refuse_states(artifact, recipe.provider)
     tells = check_hidden_layers(artifact, options) > 0 or artifact.manifest.model.draft is not None
     if options.capture_graphs and tells:
         raise ProviderError(

@@ -281,7 +281,7 @@ class DeviceLowering:
             return groups
         name = self._recipe.provider
         logger.info("%s: K/V behind sliding windows are kept, for %s", name, reason)
-        return LayerGroups.single(spec.num_layers)
+        return LayerGroups.single(len(spec.cached_layers))
 
     def _why_one_table(self, groups: LayerGroups) -> str:
         """Why blocks behind a window cannot be used again; "" where they can."""

@@ -10,5 +10,6 @@ from onnxport.providers.base import LoadOptions
 def layer_groups(spec: ArchSpec, options: LoadOptions) -> LayerGroups:
     """Groups by the windows of the layers, unless the options want one table for all."""
     if not options.hybrid_kv_cache:
-        return LayerGroups.single(spec.num_layers)
-    return group_layers(spec.sliding_window, options.max_model_len or spec.context_length)
+        return LayerGroups.single(len(spec.cached_layers))
+    windows = [spec.sliding_window[layer] for layer in spec.cached_layers]
+    return group_layers(windows, options.max_model_len or spec.context_length)

@@ -53,7 +53,7 @@ class OrtModel(Transfers):
         Args:
             session: an onnxruntime.InferenceSession of a paged graph.
             capabilities: what was loaded.
-            caches: the KV caches of all layers.
+            caches: the KV caches of all layers, and the pools of states of those that have none.
             blocks: the memory of the same caches; it keeps that alive.
             attached: initializers that the session reads from the caller's memory.
             buckets: pad steps to these shapes; there are their spare blocks behind the pool.
@@ -81,6 +81,7 @@ class OrtModel(Transfers):
             self._run_options = run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
+        self._has_states = contract.STATE_READS in self._input_names
         self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
         # Of the second group of layers and those behind it.
         self._tables = [contract.block_table(i) for i in range(1, len(capabilities.windows))]
@@ -118,6 +119,7 @@ class OrtModel(Transfers):
             raise ProviderError(CLOSED)
         if self._adapters is None:
             refuse_slots(inputs)
+        self._check_states(inputs)
         self._progress += 1
         try:
             if self._step_memory is not None:
@@ -140,6 +142,21 @@ class OrtModel(Transfers):
         if self._adapters is None:
             return super().set_adapter(slot, adapter)
         self._adapters.put(slot, adapter)
+
+    def _check_states(self, inputs: StepInputs) -> None:
+        """Refuse a step without slots for the states of its rows, or with some that are none."""
+        given = [inputs.state_reads is not None, inputs.state_writes is not None]
+        if given == [self._has_states] * 2:
+            return
+        if self._has_states:
+            raise ProviderError(
+                "this model keeps a state of each sequence, so a step needs state_reads and "
+                f"state_writes, slots 1 to {self._capabilities.state_slots}; one of them is missing"
+            )
+        raise ProviderError(
+            "this model keeps no states of sequences, and a step names slots for them; leave out "
+            "state_reads and state_writes"
+        )
 
     def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
         logits = self._run_padded(inputs)
@@ -211,6 +228,9 @@ class OrtModel(Transfers):
         assert len(inputs.more_block_tables) == len(self._tables), "each group has a block table"
         for name, table in zip(self._tables, inputs.more_block_tables, strict=True):
             self._bind_input(name, table)
+        if inputs.state_reads is not None and inputs.state_writes is not None:
+            self._bind_input(contract.STATE_READS, inputs.state_reads)
+            self._bind_input(contract.STATE_WRITES, inputs.state_writes)
         if contract.QUERY_TILE in self._input_names:
             self._bind_input(contract.QUERY_TILE, np.zeros(query_tile, np.int8))
         if self._takes_exact_logits:

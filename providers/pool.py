@@ -36,6 +36,7 @@ def plan_pool(
     item_bytes: float,
     free_bytes: int | None,
     weight_bytes: int,
+    state_bytes: int = 0,
     buffer_bytes: int | None = None,
     groups: LayerGroups | None = None,
 ) -> PoolPlan:
@@ -58,6 +59,7 @@ def plan_pool(
         item_bytes: Bytes of one cache element, its share of scales included.
         free_bytes: Memory that can be taken before the weights are loaded; None: not known.
         weight_bytes: What the weights will take of it.
+        state_bytes: What the states of sequences will, which layers of linear attention have.
         buffer_bytes: The largest buffer that the device has, for the keys or values of a layer.
         groups: Layers that share block tables; None: all do, and none gives blocks up.
 
@@ -74,11 +76,12 @@ def plan_pool(
             f"{spec.context_length}; ask for at most that, or export with a longer "
             "--context-length"
         )
-    groups = groups or LayerGroups.single(spec.num_layers)
+    groups = groups or LayerGroups.single(len(spec.cached_layers))
     num_groups, num_places = len(groups.windows), groups.num_places
     place_bytes = round(2 * num_places * spec.num_kv_heads * spec.head_size * item_bytes)
     token_bytes = num_groups * place_bytes
-    left = None if free_bytes is None else max(0, free_bytes - weight_bytes)
+    taken = weight_bytes + state_bytes
+    left = None if free_bytes is None else max(0, free_bytes - taken)
     pool_bytes, asked = _asked(options, left, longest, token_bytes)
     block_bytes = block_size * place_bytes
     num_blocks = pool_bytes // block_bytes
@@ -94,7 +97,7 @@ def plan_pool(
             )
         num_blocks = min(num_blocks, most)
     if num_blocks < num_groups or (left is not None and num_blocks * block_bytes > left):
-        there = _there(options, free_bytes, weight_bytes)
+        there = _there(options, free_bytes, weight_bytes, state_bytes)
         layers, smallest = f"{num_places} layers", f"one block of {block_size} tokens"
         if num_groups > 1:
             layers, smallest = f"{num_groups} groups of {layers}", f"{smallest} for each group"
@@ -120,7 +123,9 @@ def plan_pool(
     return PoolPlan(block_size, num_blocks, block_bytes, longest)
 
 
-def _there(options: LoadOptions, free_bytes: int | None, weight_bytes: int) -> str:
+def _there(
+    options: LoadOptions, free_bytes: int | None, weight_bytes: int, state_bytes: int
+) -> str:
     """What memory there is for a pool."""
     if free_bytes is None:
         return "the device does not tell its memory"
@@ -130,9 +135,10 @@ def _there(options: LoadOptions, free_bytes: int | None, weight_bytes: int) -> s
         if options.max_adapters
         else ""
     )
+    states = f", and states of sequences {_size(state_bytes)} (state_slots)" if state_bytes else ""
     return (
-        f"{_size(max(0, free_bytes - weight_bytes))} are left, for {_size(free_bytes)} are free "
-        f"and the weights take {_size(weight_bytes)}{slots}"
+        f"{_size(max(0, free_bytes - weight_bytes - state_bytes))} are left, for "
+        f"{_size(free_bytes)} are free and the weights take {_size(weight_bytes)}{slots}{states}"
     )
 
 
@@ -192,7 +198,9 @@ def converted_bytes(artifact: Artifact) -> int:
     if artifact.manifest.precision != "fp16" or spec.experts is not None:
         return 0
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
-    return 4 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    linear = 0 if spec.linear is None else spec.linear.channels + 2 * spec.linear.value_width
+    mixers = len(spec.cached_layers) * heads + len(spec.linear_layers) * linear
+    return 4 * spec.hidden_size * (mixers + spec.num_layers * 3 * spec.intermediate_size)
 
 
 def check_int8_experts(free_bytes: int, made_bytes: int) -> None:

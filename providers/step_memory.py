@@ -131,7 +131,6 @@ def parts_of(
         indices = inputs.logits_indices
         own = np.flatnonzero((indices >= begin) & (indices < stop))
         wanted = indices[own] if len(own) else np.array([stop - 1], np.int32)
-        slots = inputs.adapter_slots
         table, *others = (
             np.ascontiguousarray(one[first:end, :width])
             for one in (inputs.block_table, *inputs.more_block_tables)
@@ -143,7 +142,14 @@ def parts_of(
             past_sequence_lengths=past,
             attention_metadata=np.array([new.max(), lengths.max(), lengths.max()], np.int32),
             logits_indices=wanted - np.int32(begin),
-            adapter_slots=None if slots is None else slots[first:end],
+            adapter_slots=_rows_of(inputs.adapter_slots, first, end),
             more_block_tables=tuple(others),
+            # No row reads what another one writes, be it in a part before.
+            state_reads=_rows_of(inputs.state_reads, first, end),
+            state_writes=_rows_of(inputs.state_writes, first, end),
         )
         yield slice_states(inputs, part, slice(begin, stop), own), own
+
+
+def _rows_of(slots: NDArray[np.int32] | None, first: int, end: int) -> NDArray[np.int32] | None:
+    return None if slots is None else slots[first:end]

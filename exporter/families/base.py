@@ -47,6 +47,20 @@ class TensorNames:
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
+    # Of layers without attention. The products' inputs are one of queries, keys and values, those
+    # of the gate, of beta and of the decay; or, where rows of each key head lie together, one of
+    # the first two and one of the others.
+    linear_in: tuple[str, ...] = (
+        "linear_attn.in_proj_qkv",
+        "linear_attn.in_proj_z",
+        "linear_attn.in_proj_b",
+        "linear_attn.in_proj_a",
+    )
+    linear_conv: str = "linear_attn.conv1d.weight"
+    linear_a_log: str = "linear_attn.A_log"
+    linear_dt_bias: str = "linear_attn.dt_bias"
+    linear_norm: str = "linear_attn.norm.weight"  # which has no offset
+    linear_o: tuple[str, ...] = ("linear_attn.out_proj",)
     # Of a draft head: the product of what the model's layers read, and norms, see `DraftSpec`.
     features: str = "fc"
     joint_norm: str = "input_norm.weight"

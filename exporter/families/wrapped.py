@@ -8,7 +8,7 @@ own modules, in which some checkpoints were saved, have `model.language_model.â€
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ def wrapped(
     architecture: str,
     image_keys: Collection[str],
     defaults: Mapping[str, Any] | None = None,
+    layouts: Sequence[TensorNames] | None = None,
 ) -> Family:
     """The family of a model around one of some other families.
 
@@ -37,6 +38,7 @@ def wrapped(
         architecture: transformers' class.
         image_keys: Keys of its configuration that are about images alone.
         defaults: Keys of `text_config` that checkpoints leave out, with what they then are.
+        layouts: How its checkpoints may name tensors; None: in either way, see above.
     """
 
     def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -62,12 +64,14 @@ def wrapped(
         inner.check_all_used(text.name)
         return spec
 
+    inner = texts[0].tensors
+    first, *others = layouts or (_older(inner), newer_names(inner, _OF_IMAGES))
     return Family(
         name=name,
         architecture=architecture,
         spec=read_spec,
-        tensors=_older(texts[0].tensors),
-        other_layouts=(_newer(texts[0].tensors),),
+        tensors=first,
+        other_layouts=tuple(others),
         head_tells=True,
     )
 
@@ -84,7 +88,14 @@ def _older(names: TensorNames) -> TensorNames:
     )
 
 
-def _newer(names: TensorNames) -> TensorNames:
+def newer_names(names: TensorNames, images: Sequence[str]) -> TensorNames:
+    """The names of a text model's tensors in transformers' own modules.
+
+    Args:
+        names: Of the text model alone.
+        images: Prefixes of the part that reads images, behind "model.".
+    """
+
     def moved(name: str) -> str:
         return f"model.language_model.{name.removeprefix('model.')}"
 
@@ -93,5 +104,5 @@ def _newer(names: TensorNames) -> TensorNames:
         embedding=moved(names.embedding),
         final_norm=moved(names.final_norm),
         layer=moved(names.layer),
-        images=tuple(f"model.{prefix}" for prefix in _OF_IMAGES),
+        images=tuple(f"model.{prefix}" for prefix in images),
     )

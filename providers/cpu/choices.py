@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from onnxport.errors import OptionError, ProviderError
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu.caches import TILE, Layout, supported_dtypes
@@ -15,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPE = "float32"  # of activations
 MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of the kernel
+MAX_KEY_SIZE, MAX_TAPS = 256, 8  # of those of linear attention
 BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
 NO_KERNEL = (
     "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
@@ -32,8 +34,13 @@ def check(options: LoadOptions) -> None:
     refuse_device_options("cpu", options)
 
 
-def choose_kernel(options: LoadOptions, head_size: int) -> Path | None:
-    """The kernel library to use, None for the decomposed graph."""
+def choose_kernel(options: LoadOptions, spec: ArchSpec) -> Path | None:
+    """The kernel library to use, None for the decomposed graph.
+
+    Raises:
+        ProviderError: Another attention was asked for than there is, or ours, whose kernels have no
+            room for the sizes of layers of linear attention.
+    """
     if options.attention not in (None, "custom", "decomposed"):
         raise ProviderError(
             f"the cpu provider has no {options.attention!r} attention, for ONNX Runtime ships no "
@@ -44,6 +51,12 @@ def choose_kernel(options: LoadOptions, head_size: int) -> Path | None:
         raise ProviderError(f"custom attention was asked for, but {NO_KERNEL}")
     if kernel is None and options.attention is None:
         logger.warning("%s", NO_KERNEL)
+    if kernel and (reason := _why_not_linear(spec)):
+        if options.attention == "custom":
+            raise ProviderError(f"custom attention was asked for, but {reason}; leave it out")
+        logger.warning("%s, so attention runs in the slower decomposed graph", reason)
+        return None
+    head_size = spec.head_size
     takes_heads = head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0
     if kernel and options.attention is None and not takes_heads:
         logger.warning(
@@ -53,6 +66,17 @@ def choose_kernel(options: LoadOptions, head_size: int) -> Path | None:
         )
         return None
     return kernel
+
+
+def _why_not_linear(spec: ArchSpec) -> str:
+    """Why the kernels cannot run layers of linear attention; "" where they can."""
+    linear = spec.linear
+    if linear is None or (linear.key_size <= MAX_KEY_SIZE and linear.kernel <= MAX_TAPS):
+        return ""
+    return (
+        f"the keys of linear attention have {linear.key_size} channels and its convolution "
+        f"{linear.kernel} taps, and the C++ kernels take up to {MAX_KEY_SIZE} and {MAX_TAPS}"
+    )
 
 
 def choose_cache(

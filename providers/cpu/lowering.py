@@ -33,6 +33,7 @@ from onnxport.graphs.passes.product_bias import fuse_product_bias
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import QMOE, split_experts
+from onnxport.graphs.passes.state_slots import use_state_slots
 from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
 from onnxport.providers.base import LoadOptions
@@ -107,6 +108,8 @@ def lower(
             yield step
         step = use_float_experts(step.model)
         yield step
+        step = use_state_slots(step.model)
+        yield step
         step = fuse_gated_silu(step.model)
         yield step
         step = fuse_gated_gelu(step.model)
@@ -140,10 +143,13 @@ def lower(
         yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
     else:
         from onnxport.graphs.passes.decompose import decompose
+        from onnxport.graphs.passes.decompose_linear import decompose_linear
 
         step = group_tables(step.model, groups)
         yield step
-        yield decompose(step.model)
+        step = decompose(step.model)
+        yield step
+        yield decompose_linear(step.model)
 
 
 def _is_run_whole(node: onnx.NodeProto, *, level: int | None, is_native: bool, int8: bool) -> bool:

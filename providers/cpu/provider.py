@@ -17,6 +17,7 @@ from onnxport.cache_rows import row_bytes
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu import library
@@ -37,6 +38,7 @@ from onnxport.providers.cpu.choices import (
 )
 from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
+from onnxport.providers.cpu.state_pools import allocate_states
 from onnxport.providers.hidden_states import check_hidden_layers
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import (
@@ -49,6 +51,7 @@ from onnxport.providers.ort import (
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
 from onnxport.providers.pool import PoolPlan, least_bytes, plan_pool
+from onnxport.providers.states import StatePlan, plan_states, refuse_adapters
 
 if TYPE_CHECKING:
     from onnxport.providers.host_lora import HostLora
@@ -94,36 +97,42 @@ class CpuProvider:
         """See `providers.base.Provider.load`."""
         check(options)
         check_hidden_layers(artifact, options)
-        kernel = choose_kernel(options, artifact.manifest.model.head_size)
+        refuse_adapters(artifact, options)
+        spec = artifact.manifest.model
+        kernel = choose_kernel(options, spec)
         source = GraphSource(artifact, options, custom=kernel is not None)
         cache_dtype, layout = cache = choose_cache(options, kernel, is_exact=source.is_exact)
         free_bytes = memory.available_bytes()
         groups = source.groups
         plan = _pool_planner(artifact, options, kernel, cache_dtype, groups, free_bytes)
+        plan_both = partial(_plan_memory, spec, options, free_bytes, plan)
         # What cannot fit at all is refused before the lowering reads and converts weights.
-        plan(weight_bytes=least_bytes(artifact))
+        plan_both(least_bytes(artifact))
         lora = _host_lora(artifact, options, kernel)
         graph, converted = source.lowered(cache, lora)
         held_bytes = graph.stored_bytes + sum(value.nbytes for value in converted.values())
         held_bytes += lora.num_bytes() if lora else 0
-        pool = plan(weight_bytes=held_bytes)
+        pool, states = plan_both(held_bytes)
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
-        spec = artifact.manifest.model
         pairs, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
         model = OrtModel(
             session,
             replace(
                 _capabilities(session, artifact, options, kernel, pool, cache_dtype, groups),
                 int8_products=not source.is_exact,
+                state_slots=states.num_slots,
+                state_bytes=states.slot_bytes,
             ),
-            _cache_tensors(pairs, groups),
+            [*_cache_tensors(spec, pairs, groups), *allocate_states(spec, states)],
             blocks,
             attached,
             adapters=lora.adapters() if lora else None,
             is_host=True,
-            step_memory=None if kernel else _step_memory(artifact, pool, free_bytes - held_bytes),
+            step_memory=None
+            if kernel
+            else _step_memory(artifact, pool, free_bytes - held_bytes - states.num_bytes),
         )
         if kernel is not None:
             arrays = [array for pair in pairs for array in pair]
@@ -161,6 +170,18 @@ def _pool_planner(
         free_bytes=free_bytes,
         groups=groups,
     )
+
+
+def _plan_memory(
+    spec: ArchSpec,
+    options: LoadOptions,
+    free_bytes: int,
+    plan: partial[PoolPlan],
+    weight_bytes: int,
+) -> tuple[PoolPlan, StatePlan]:
+    """Plan the pool of K/V in what states leave, which are planned in what weights do."""
+    states = plan_states(spec, options, free_bytes, weight_bytes)
+    return plan(weight_bytes=weight_bytes, state_bytes=states.num_bytes), states
 
 
 def _step_memory(artifact: Artifact, pool: PoolPlan, left_bytes: int) -> StepMemory:
@@ -234,11 +255,13 @@ def _capabilities(
     )
 
 
-def _cache_tensors(pairs: Sequence[CachePair], groups: LayerGroups) -> list[CacheTensor]:
+def _cache_tensors(
+    spec: ArchSpec, pairs: Sequence[CachePair], groups: LayerGroups
+) -> list[CacheTensor]:
     """Each layer's caches under the graph's names, in the same memory; see `LayerGroups`."""
     return [
         CacheTensor(past(layer), present(layer), ort_value(cache))
-        for layer, (_, place) in enumerate(groups.places)
+        for layer, (_, place) in zip(spec.cached_layers, groups.places, strict=True)
         for cache, past, present in zip(
             pairs[place],
             (contract.past_key, contract.past_value),

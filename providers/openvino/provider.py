@@ -44,6 +44,7 @@ from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.pool import PoolPlan, check_weights, converted_bytes, plan_pool
+from onnxport.providers.states import refuse_states
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class OpenVinoProvider:
         if reason := self.probe().reason:
             raise ProviderError(reason)
         refuse_hidden_states(artifact, options, self.name)
+        refuse_states(artifact, self.name)
         core = new_core()
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
         _check_attention(options)

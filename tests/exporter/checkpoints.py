@@ -23,11 +23,21 @@ from transformers import (
 VOCAB = 160
 TOKENS = 32
 EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
-OFFSET_NORMS = ("gemma2", "gemma3_text")  # families whose norms' weights are stored minus one
+# Families whose norms' weights are stored minus one, but for those of delta nets.
+OFFSET_NORMS = ("gemma2", "gemma3_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+CENTRES: Mapping[str, float] = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # of long memories
 
+_QWEN_VISION: Mapping[str, int] = {
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 VISION: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model"},
     "mistral3": {"model_type": "pixtral", "head_dim": 8},
+    "qwen3_5": _QWEN_VISION,
+    "qwen3_5_moe": _QWEN_VISION,
 }
 BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
@@ -425,6 +435,84 @@ CASES: Mapping[str, Case] = {
 }
 
 
+_DELTA_NETS: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 0.05,  # so that each norm's tells
+    "pad_token_id": 0,
+}
+_SHARED_EXPERT: Mapping[str, Any] = {
+    **_DELTA_NETS,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+_FULL, _LINEAR = "full_attention", "linear_attention"
+# Models with layers that have a state in place of keys and values.
+HYBRID: Mapping[str, Case] = {
+    "qwen3.5": Case("qwen3_5_text", _DELTA_NETS, torch.bfloat16),
+    "qwen3.5-tied": Case(  # as many heads of keys and values, and a layer of a state is the last
+        "qwen3_5_text",
+        {
+            **_DELTA_NETS,
+            "num_hidden_layers": 3,
+            "layer_types": [_FULL, _LINEAR, _LINEAR],
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 32,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-yarn": Case(
+        "qwen3_5_text",
+        {
+            **_DELTA_NETS,
+            "num_hidden_layers": 2,
+            "layer_types": [_LINEAR, _FULL],
+            "linear_num_key_heads": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        torch.bfloat16,
+    ),
+    "qwen3.5-images": Case(
+        "qwen3_5_text",
+        {**_DELTA_NETS, "tie_word_embeddings": True},
+        torch.bfloat16,
+        inside="qwen3_5",
+    ),
+    "qwen3.5-moe": Case("qwen3_5_moe_text", _SHARED_EXPERT),
+    "qwen3.5-moe-images": Case(
+        "qwen3_5_moe_text", _SHARED_EXPERT, torch.bfloat16, shards=True, inside="qwen3_5_moe"
+    ),
+    "qwen3-next": Case("qwen3_next", _SHARED_EXPERT, torch.bfloat16),
+    "qwen3-next-dense-layers": Case(
+        "qwen3_next",
+        {
+            **_SHARED_EXPERT,
+            "layer_types": [_LINEAR, _FULL, _LINEAR, _LINEAR],
+            "linear_num_key_heads": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
 def configuration(case: Case) -> PreTrainedConfig:
     """Transformers' configuration of a case."""
     values = {**BASE, **case.config}
@@ -452,6 +540,7 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
     model = models.from_config(configuration(case))
     for name, parameter in model.named_parameters():
         centre = 1.0 if "norm" in name and case.family not in OFFSET_NORMS else 0.0
+        centre = next((one for end, one in CENTRES.items() if name.endswith(end)), centre)
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre
     for name, buffer in model.named_buffers():

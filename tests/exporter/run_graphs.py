@@ -14,8 +14,10 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.decompose_linear import decompose_linear
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import split_experts
+from onnxport.graphs.passes.state_slots import use_state_slots
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.cpu.library import find_library
 
@@ -32,7 +34,7 @@ def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.Inf
     retyped = retype(model, artifact.read_tensor)
     model = set_accuracy(retyped.model, 1).model
     if kind in ("decomposed", "split"):
-        model = decompose(model).model
+        model = decompose_linear(decompose(model).model).model
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
@@ -40,6 +42,7 @@ def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.Inf
         "session.model_external_initializers_file_folder_path", str(artifact.path)
     )
     if kind == "custom":
+        model = use_state_slots(model).model
         options.register_custom_ops_library(str(kernel))
     if retyped.attached:
         values = [ort.OrtValue.ortvalue_from_numpy(value) for value in retyped.attached.values()]
@@ -60,13 +63,23 @@ class GqaRunner:
 
     def __init__(self, session: ort.InferenceSession, spec: ArchSpec) -> None:
         self._session = session
-        self._layers = range(spec.num_layers)
         empty = np.zeros((1, spec.num_kv_heads, 0, spec.head_size), np.float32)
-        self._past = dict.fromkeys(self._names(contract.past_key, contract.past_value), empty)
+        self._past = {
+            name: empty
+            for layer in spec.cached_layers
+            for name in (contract.past_key(layer), contract.past_value(layer))
+        }
+        self._presents = [name.replace("past_key_values", "present") for name in self._past]
+        for layer in spec.linear_layers:
+            assert spec.linear is not None
+            heads, value_size, key_size = spec.linear.recurrent_state
+            conv = np.zeros((1, *spec.linear.conv_state), np.float32)
+            recurrent = np.zeros((1, heads, key_size, value_size), np.float32)
+            self._past[contract.gqa_past_conv_state(layer)] = conv
+            self._past[contract.gqa_past_recurrent_state(layer)] = recurrent
+            self._presents.append(contract.gqa_present_conv_state(layer))
+            self._presents.append(contract.gqa_present_recurrent_state(layer))
         self._length = 0
-
-    def _names(self, *makers: object) -> list[str]:
-        return [make(layer) for layer in self._layers for make in makers]  # type: ignore[operator]
 
     def step(self, token_ids: NDArray[np.int64]) -> Logits:
         self._length += len(token_ids)
@@ -75,8 +88,7 @@ class GqaRunner:
             contract.ATTENTION_MASK: np.ones((1, self._length), np.int64),
             **self._past,
         }
-        presents = self._names(contract.present_key, contract.present_value)
-        logits, *caches = self._session.run([contract.LOGITS, *presents], feeds)
+        logits, *caches = self._session.run([contract.LOGITS, *self._presents], feeds)
         self._past = dict(zip(self._past, caches, strict=True))
         return logits[0]
 
@@ -91,15 +103,19 @@ class PagedRunner:
         shape = (order.size, BLOCK_SIZE, spec.num_kv_heads, spec.head_size)
         self._caches = {
             name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
-            for layer in range(spec.num_layers)
+            for layer in spec.cached_layers
             for name in (contract.past_key(layer), contract.past_value(layer))
         }
+        self._caches |= _states(spec)
+        self._has_states = spec.linear is not None
+        self._state = 0
         self._length = 0
 
     def step(self, token_ids: NDArray[np.int64], rows: int | None = None) -> Logits:
         """Logits of the last `rows` tokens, or of all.
 
-        The second sequence repeats the first token, so that rows are not the whole batch.
+        The second sequence repeats the first token, so that rows are not the whole batch. It has
+        the state of a slot of its own, and the first one takes turns with two.
         """
         count, past = len(token_ids), self._length
         self._length += count
@@ -114,15 +130,35 @@ class PagedRunner:
                 1 if rows is None else count + 1 - rows, count + 1, dtype=np.int32
             ),
         }
+        if self._has_states:
+            reads, self._state = self._state, 4 if self._state == 2 else 2
+            inputs[contract.STATE_READS] = np.array([0, reads], np.int32)
+            inputs[contract.STATE_WRITES] = np.array([3, self._state], np.int32)
         for name, array in inputs.items():
             binding.bind_cpu_input(name, array)
         binding.bind_output(contract.LOGITS)
         for name, value in self._caches.items():
             binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), value)
+            present = name.replace("past_key_values", "present").replace("past_", "present_")
+            binding.bind_ortvalue_output(present, value)
         self._session.run_with_iobinding(binding)
         logits: Logits = binding.get_outputs()[0].numpy()
         return logits
+
+
+def _states(spec: ArchSpec) -> dict[str, ort.OrtValue]:
+    """Five slots, of which those that no step may read hold what would be seen."""
+    pools = {}
+    for layer in spec.linear_layers:
+        assert spec.linear is not None
+        for name, shape in (
+            (contract.past_conv_state(layer), spec.linear.conv_state),
+            (contract.past_recurrent_state(layer), spec.linear.recurrent_state),
+        ):
+            pool = np.full((5, *shape), 7, np.float32)
+            pool[0] = 0
+            pools[name] = ort.OrtValue.ortvalue_from_numpy(pool)
+    return pools
 
 
 class Graph:

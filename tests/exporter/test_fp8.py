@@ -96,11 +96,17 @@ def quantize(folder: Path, scaling: Scaling, activations: str | None) -> tuple[T
     return stored, meant
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_artifact_is_that_of_the_numbers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *((name, "llama") for name in CASES),
+        *(("blocks", "qwen3-next"), ("rows", "qwen3-next")),  # whose rows lie together by heads
+    ],
+)
+def test_the_artifact_is_that_of_the_numbers(tmp_path: Path, name: str, model: str) -> None:
     scaling, quantization = CASES[name]
     folder = tmp_path / "checkpoint"
-    checkpoints.make(checkpoints.CASES["llama"], folder)
+    checkpoints.make({**checkpoints.CASES, **checkpoints.HYBRID}[model], folder)
     activations = {"tensors": "activation_scale", "rows": "input_scale"}.get(name)
     stored, meant = quantize(folder, scaling, activations)
     options = ExportOptions(precision="fp32", threads=2)

@@ -23,7 +23,7 @@ LINEAR = LinearAttentionSpec(
     kernel=4,
     layers=(True, True, False, True),
 )
-BASE = replace(PLAIN, num_layers=4, sliding_window=(None,) * 4)
+BASE = replace(PLAIN, qkv_bias=False, num_layers=4, sliding_window=(None,) * 4)
 SPEC = replace(BASE, linear=LINEAR, attention_gate=True)
 
 
@@ -108,3 +108,8 @@ def test_no_windows_and_no_draft_heads_beside_them() -> None:
     )
     with pytest.raises(ValueError, match="a draft head has attention in each layer"):
         replace(SPEC, draft=draft)
+
+
+def test_gates_of_attention_that_has_no_biases() -> None:
+    with pytest.raises(ValueError, match="attention_gate and qkv_bias exclude each other"):
+        replace(SPEC, qkv_bias=True)

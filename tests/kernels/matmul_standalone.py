@@ -39,6 +39,7 @@ def build(
     """Compiles a driver; `set_flags` are those of the sources named, as CMake gives them."""
     names = (
         *("coarse", "coarse_plane", "coarse_run", "experts", "float_experts"),
+        *("causal_conv", "delta_net", "state_slots"),
         *("kernels_portable", "lora", "matmul", "mlp", "mlp_lora", "pack", "pages"),
         *("routed_rows", "routing"),
         *("summary_avx2", "summary_avx512", "summary_portable"),

@@ -2,6 +2,8 @@
 // instruction set's source file, which defines ONNXPORT_KERNELS_NAME. Compiled once per set.
 #pragma once
 
+#include "conv_impl.h"
+#include "delta_impl.h"
 #include "gate_impl.h"
 #include "lora_impl.h"
 #include "micro_impl.h"
@@ -498,6 +500,9 @@ const Kernels kKernels = {ONNXPORT_KERNELS_NAME,
                           gate,
                           lora_shrink,
                           lora_expand,
-                          multiply_rows};
+                          multiply_rows,
+                          convolve,
+                          prepare_delta,
+                          update_delta};
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <math.h>
 
 #include "attention.h"
+#include "causal_conv.h"
+#include "delta_net.h"
 
 namespace onnxport {
 
@@ -133,6 +135,37 @@ struct RowProduct {
   int64_t depth, rows, outputs, stride;
 };
 
+constexpr int64_t kConvChannels = 64;  // of a convolution, that a task has at most
+
+// Some channels of a sequence of a CausalConv.
+struct ConvPart {
+  const float* input;    // [tokens][stride], of which `channels`
+  const float* weights;  // [taps][stride], likewise
+  const float* bias;     // [channels]; null: none
+  const float* from;     // [channels][taps - 1], the state
+  float* to;             // likewise, and elsewhere
+  float* output;         // [tokens][stride]
+  int64_t tokens, channels, stride, taps;
+  bool has_silu;
+};
+
+// Tokens of a DeltaNet that are made ready.
+struct DeltaTokens {
+  int64_t first, count;  // of the net's tokens
+  float* keys;      // [key_heads][count][2][padded key_size], a key, then the query times the scale
+  float* products;  // [key_heads][count], of both
+  float* decays;    // [count][value_heads], exp(g)
+  float* betas;     // likewise
+};
+
+// Rows [row_begin, row_end) of a value head's state, and what takes them from the tokens before
+// token_begin to those before token_end, which are of one sequence.
+struct DeltaRows {
+  int64_t head, row_begin, row_end, token_begin, token_end;
+  const float* from;  // [rows][key_size]
+  float* to;          // likewise; may be the same
+};
+
 struct Kernels {
   const char* name;
 
@@ -169,6 +202,13 @@ struct Kernels {
   void (*lora_expand)(const LoraExpand& call);
 
   void (*multiply_rows)(const RowProduct& call);
+
+  void (*convolve)(const ConvPart& part);
+
+  // Keys, queries and products of tokens [begin, end) of those that are made ready.
+  void (*prepare_delta)(const DeltaNet& net, const DeltaTokens& tokens, int64_t begin, int64_t end);
+  // Changes rows of a state by tokens, and writes what they add to the output.
+  void (*update_delta)(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows);
 };
 
 // Null where this build or this processor cannot run them.

@@ -48,6 +48,8 @@ constexpr const char* kInputNames[kInputCount] = {"query",
                                                   "attention_metadata"};
 constexpr size_t kOutputCount = 3;
 
+ort::CustomOp causal_conv_operator();
+ort::CustomOp delta_net_operator();
 ort::CustomOp experts_operator();                 // scales in float32
 ort::CustomOp experts_half_operator();            // scales in float16
 ort::CustomOp experts_fp4_operator();             // scales in E8M0

@@ -1,0 +1,111 @@
+"""Gated delta nets in the GQA graph, whose states are of a batch's rows.
+
+ONNX Runtime's own CPU provider has kernels of these operators. They know no padding: of a batch
+all rows are as long.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from onnxport.exporter.linear_layer import DeltaInputs
+from onnxport.graphs import contract as names
+from onnxport.graphs import ops
+from onnxport.graphs.builder import Dims, GraphBuilder
+from onnxport.graphs.linear_nodes import LENGTH_EPSILON
+from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.spec import ArchSpec
+
+_CHANNELS_FIRST = [0, 2, 1]  # and back
+
+
+def declare_rows(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
+    """Declare the GQA graph's states, of all layers that have one."""
+    if spec.linear is None:
+        return
+    heads, value_size, key_size = spec.linear.recurrent_state
+    conv: Dims = (names.BATCH, *spec.linear.conv_state)
+    recurrent: Dims = (names.BATCH, heads, key_size, value_size)
+    for layer in spec.linear_layers:
+        g.input(names.gqa_past_conv_state(layer), dtype, conv)
+        g.output(names.gqa_present_conv_state(layer), dtype, conv)
+        g.input(names.gqa_past_recurrent_state(layer), TensorProto.FLOAT, recurrent)
+        g.output(names.gqa_present_recurrent_state(layer), TensorProto.FLOAT, recurrent)
+
+
+def mix_by_rows(
+    g: GraphBuilder, linear: LinearAttentionSpec, dtype: int, layer: int, inputs: DeltaInputs
+) -> str:
+    """Convolution and delta rule in the GQA graph, the latter in float32.
+
+    Returns:
+        [batch, seq, value_heads, value_size], of the type `dtype`.
+    """
+    q, k, v = _mixed(g, linear, layer, inputs)
+    output, _ = g.node(
+        "LinearAttention",
+        [
+            _unit(g, linear, q, 1 / linear.key_size, "q"),
+            _unit(g, linear, k, linear.key_size**-0.5, "k"),
+            v,
+            names.gqa_past_recurrent_state(layer),
+            _log_decay(g, inputs),
+            g.node("Sigmoid", [inputs.beta], name="beta"),
+        ],
+        outputs=[".out", names.gqa_present_recurrent_state(layer)],
+        domain=names.MICROSOFT,
+        name="delta",
+        q_num_heads=linear.value_heads,
+        kv_num_heads=linear.value_heads,
+        update_rule="gated_delta",
+        scale=1.0,
+    )
+    heads = ops.reshape(g, output, (0, 0, linear.value_heads, linear.value_size), "delta.heads")
+    return ops.cast(g, heads, dtype, "delta.cast")
+
+
+def _mixed(
+    g: GraphBuilder, linear: LinearAttentionSpec, layer: int, inputs: DeltaInputs
+) -> tuple[str, ...]:
+    """Queries, keys and values behind the convolution, float32 [batch, seq, width]."""
+    first = g.node("Transpose", [inputs.qkv], name="conv.in", perm=_CHANNELS_FIRST)
+    output, _ = g.node(
+        "CausalConvWithState",
+        [first, inputs.kernel, "", names.gqa_past_conv_state(layer)],
+        outputs=[".out", names.gqa_present_conv_state(layer)],
+        domain=names.MICROSOFT,
+        name="conv",
+        activation="silu",
+    )
+    last = g.node("Transpose", [output], name="conv.back", perm=_CHANNELS_FIRST)
+    mixed = ops.cast(g, last, TensorProto.FLOAT, "conv.cast")
+    sizes = np.array([linear.key_width, linear.key_width, linear.value_width], np.int64)
+    return g.node(
+        "Split", [mixed, g.constant(sizes, "sizes")], outputs=3, name="conv.split", axis=-1
+    )
+
+
+def _unit(g: GraphBuilder, linear: LinearAttentionSpec, x: str, scale: float, name: str) -> str:
+    """Heads of length sqrt(key_size) * scale, each as often as value heads share it.
+
+    The norm of a mean of squares, times 1 / sqrt(key_size), is that of their sum.
+    """
+    heads = ops.reshape(g, x, (0, 0, linear.key_heads, linear.key_size), f"{name}.heads")
+    weight = g.constant(np.full(linear.key_size, scale, np.float32), f"{name}.scale")
+    normed = ops.rms_norm(g, heads, weight, LENGTH_EPSILON / linear.key_size, f"{name}.unit")
+    shared = linear.value_heads // linear.key_heads
+    if shared > 1:
+        places = np.repeat(np.arange(linear.key_heads), shared).astype(np.int64)
+        normed = g.node(
+            "Gather", [normed, g.constant(places, "shared")], name=f"{name}.repeat", axis=2
+        )
+    width = linear.value_heads * linear.key_size
+    return ops.reshape(g, normed, (0, 0, width), f"{name}.join")
+
+
+def _log_decay(g: GraphBuilder, inputs: DeltaInputs) -> str:
+    """`-exp(a_log) * softplus(decay + dt_bias)`."""
+    biased = g.node("Add", [inputs.decay, inputs.dt_bias], name="decay.biased")
+    rate = g.node("Neg", [g.node("Exp", [inputs.a_log], name="decay.exp")], name="decay.rate")
+    return g.node("Mul", [g.node("Softplus", [biased], name="decay.softplus"), rate], name="decay")

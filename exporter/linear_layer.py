@@ -1,0 +1,112 @@
+"""A layer of a gated delta net in both graphs, and the inputs and outputs that it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from onnx import TensorProto
+
+from onnxport.exporter.graph_parts import activation_dtype
+from onnxport.exporter.weights import StoredWeights
+from onnxport.graphs import contract as names
+from onnxport.graphs import linear_attention as nodes
+from onnxport.graphs import ops
+from onnxport.graphs.builder import Dims, GraphBuilder
+from onnxport.graphs.spec import ArchSpec
+
+
+class DeltaInputs(NamedTuple):
+    """What a gated delta net reads of a layer, beside states."""
+
+    qkv: str  # [..., channels], ahead of the convolution
+    kernel: str  # [channels, 1, kernel]
+    decay: str  # float32 [..., value_heads], ahead of its activation
+    beta: str  # likewise
+    a_log: str  # float32 [value_heads]
+    dt_bias: str  # likewise
+
+
+Mix = Callable[[int, DeltaInputs], str]  # (layer, inputs) -> [..., value_heads, value_size]
+
+
+def declare_slots(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
+    """Declare the paged graph's states, of all layers that have one, and the slots of rows."""
+    if spec.linear is None:
+        return
+    for name in (names.STATE_READS, names.STATE_WRITES):
+        g.input(name, TensorProto.INT32, [names.BATCH])
+    conv: Dims = (names.NUM_STATES, *spec.linear.conv_state)
+    recurrent: Dims = (names.NUM_STATES, *spec.linear.recurrent_state)
+    for layer in spec.linear_layers:
+        g.input(names.past_conv_state(layer), dtype, conv)
+        g.output(names.present_conv_state(layer), dtype, conv)
+        g.input(names.past_recurrent_state(layer), TensorProto.FLOAT, recurrent)
+        g.output(names.present_recurrent_state(layer), TensorProto.FLOAT, recurrent)
+
+
+def mix_by_slots(g: GraphBuilder, layer: int, inputs: DeltaInputs) -> str:
+    """Convolution and delta rule in the paged graph."""
+    conv = nodes.StatePool(names.past_conv_state(layer), names.present_conv_state(layer), "conv")
+    mixed = nodes.causal_convolution(g, inputs.qkv, inputs.kernel, conv)
+    recurrent = (names.past_recurrent_state(layer), names.present_recurrent_state(layer))
+    return nodes.gated_delta_net(
+        g,
+        mixed,
+        inputs.decay,
+        inputs.beta,
+        nodes.StatePool(*recurrent, "delta"),
+        a_log=inputs.a_log,
+        dt_bias=inputs.dt_bias,
+    )
+
+
+def linear_attention(
+    g: GraphBuilder,
+    spec: ArchSpec,
+    weights: StoredWeights,
+    layer: int,
+    x: str,
+    linear: Callable[[str, str], str],
+    mix: Mix,
+    leading: tuple[int, ...],
+) -> str:
+    """What a layer has in place of attention, but for its last product.
+
+    Args:
+        g: The builder.
+        spec: The model.
+        weights: As they are stored.
+        layer: Its number.
+        x: [..., hidden_size].
+        linear: (role, x): a product with the matrix of a role.
+        mix: Convolution and delta rule.
+        leading: Reshape dimensions of x before the last.
+
+    Returns:
+        [..., value_width].
+    """
+    assert spec.linear is not None
+    role, dtype = f"layers.{layer}.linear", activation_dtype(weights)
+    sizes = spec.linear
+
+    def vector(name: str) -> str:
+        return g.weight(weights.vectors[f"{role}.{name}"])
+
+    kernel = weights.vectors[f"{role}.conv"]
+    kernel = kernel.view(f"{role}.conv.kernel", (sizes.channels, 1, sizes.kernel))
+    with g.scope("linear"):
+        qkv = linear(f"{role}.qkv", x)
+        gates = ops.cast(g, linear(f"{role}.ba", x), TensorProto.FLOAT, "gates")
+        beta, decay = g.node("Split", [gates], outputs=2, name="split", axis=-1, num_outputs=2)
+        found = mix(
+            layer,
+            DeltaInputs(qkv, g.weight(kernel), decay, beta, vector("a_log"), vector("dt_bias")),
+        )
+        normed = ops.rms_norm(g, found, vector("norm"), spec.rms_norm_eps, "norm")
+        flat = ops.reshape(g, normed, (*leading, sizes.value_width), "join")
+        gate = ops.silu(g, ops.cast(g, linear(f"{role}.z", x), TensorProto.FLOAT, "z.cast"))
+        gated = g.node(
+            "Mul", [ops.cast(g, flat, TensorProto.FLOAT, "join.cast"), gate], name="gated"
+        )
+        return ops.cast(g, gated, dtype, "gated.cast")

@@ -1,0 +1,187 @@
+// What gated delta nets do with a token, and with a head's state. Compiled once per instruction
+// set.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "micro_impl.h"
+
+namespace {
+
+using onnxport::DeltaNet;
+using onnxport::DeltaRows;
+using onnxport::DeltaTokens;
+using onnxport::kMostKeySize;
+
+constexpr int64_t kTileTokens = 16;  // whose keys and queries stay in the nearest cache
+constexpr int kStateRows = 4;        // of a state, that go through registers at once
+constexpr float kLengthEpsilon = 1e-6f;
+
+// A vector with zeros behind it, up to the padded size.
+static void copy_padded(const float* from, int64_t size, float* to) {
+  memcpy(to, from, static_cast<size_t>(size) * sizeof(float));
+  for (int64_t i = size; i < padded(size); i++) to[i] = 0.f;
+}
+
+static void scale(float* x, int64_t padded_size, float factor) {
+  for (int64_t i = 0; i < padded_size; i += Vec::kWidth)
+    Vec::store(x + i, Vec::mul(Vec::load(x + i), Vec::set1(factor)));
+}
+
+static float product_of(const float* a, const float* b, int64_t padded_size) {
+  Vec::T sum = Vec::set1(0.f);
+  for (int64_t i = 0; i < padded_size; i += Vec::kWidth)
+    sum = Vec::fma(Vec::load(a + i), Vec::load(b + i), sum);
+  return Vec::reduce_add(sum);
+}
+
+static void prepare_delta(const DeltaNet& net, const DeltaTokens& tokens, int64_t begin,
+                          int64_t end) {
+  const int64_t size = padded(net.key_size);
+  for (int64_t token = begin; token < end; token++) {
+    for (int64_t head = 0; head < net.key_heads; head++) {
+      const int64_t at = head * tokens.count + token, from = tokens.first + token;
+      float* key = tokens.keys + at * 2 * size;
+      float* query = key + size;
+      copy_padded(net.key + from * net.key_stride + head * net.key_size, net.key_size, key);
+      copy_padded(net.query + from * net.query_stride + head * net.key_size, net.key_size, query);
+      float key_factor = 1.f, query_factor = net.scale;
+      if (net.is_normalized) {
+        key_factor = 1.f / sqrtf(product_of(key, key, size) + kLengthEpsilon);
+        query_factor = net.scale / sqrtf(product_of(query, query, size) + kLengthEpsilon);
+      }
+      scale(key, size, key_factor);
+      scale(query, size, query_factor);
+      tokens.products[at] = product_of(key, query, size);
+    }
+  }
+}
+
+// One way through some rows of a state: changes them by one token, and multiplies what they are
+// then with the next one's key and query, so that they come from memory once and go there once.
+// Either may be left out. What is done to a number, and the order of sums, is the same all the
+// same.
+template <int kRows, bool kUpdates, bool kSums>
+static inline void pass(const float* from, float* to, int64_t stride, int64_t size, float decay,
+                        const float* key, const float* deltas, const float* next_key,
+                        const float* next_query, float* sums) {
+  Vec::T change[kRows], of_key[kRows], of_query[kRows];
+  const Vec::T keep = Vec::set1(decay);
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    change[r] = Vec::set1(kUpdates ? deltas[r] : 0.f);
+    of_key[r] = of_query[r] = Vec::set1(0.f);
+  }
+  for (int64_t i = 0; i < size; i += Vec::kWidth) {
+    const Vec::T k = kUpdates ? Vec::load(key + i) : keep;
+    const Vec::T next_k = kSums ? Vec::load(next_key + i) : keep;
+    const Vec::T next_q = kSums ? Vec::load(next_query + i) : keep;
+    ONNXPORT_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      Vec::T state = Vec::load(from + r * stride + i);
+      if (kUpdates) {
+        state = Vec::fma(change[r], k, Vec::mul(keep, state));
+        Vec::store(to + r * stride + i, state);
+      }
+      if (kSums) {
+        of_key[r] = Vec::fma(state, next_k, of_key[r]);
+        of_query[r] = Vec::fma(state, next_q, of_query[r]);
+      }
+    }
+  }
+  if (!kSums) return;
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    sums[r] = Vec::reduce_add(of_key[r]);
+    sums[kRows + r] = Vec::reduce_add(of_query[r]);
+  }
+}
+
+// What rows of a state have to do with, whatever the token.
+struct DeltaHead {
+  const DeltaNet& net;
+  const DeltaTokens& tokens;
+  int64_t head, key_head;
+
+  const float* key(int64_t token) const {
+    return tokens.keys + (key_head * tokens.count + token) * 2 * padded(net.key_size);
+  }
+  const float* query(int64_t token) const { return key(token) + padded(net.key_size); }
+  float decay(int64_t token) const { return tokens.decays[token * net.value_heads + head]; }
+  int64_t at(int64_t token, int64_t row) const {
+    return ((tokens.first + token) * net.value_heads + head) * net.value_size + row;
+  }
+
+  // What a token adds to rows, times its key; and their outputs. With S not yet changed:
+  //   delta = beta * (v - exp(g) * S k);  S q = exp(g) * S q + delta * (k q)
+  void solve(int64_t token, int64_t row, int rows, const float* sums, float* deltas) const {
+    const float beta = tokens.betas[token * net.value_heads + head], keep = decay(token);
+    const float product = tokens.products[key_head * tokens.count + token];
+    const float* value =
+        net.value + (tokens.first + token) * net.value_stride + head * net.value_size + row;
+    for (int r = 0; r < rows; r++) {
+      deltas[r] = beta * (value[r] - keep * sums[r]);
+      net.output[at(token, row + r)] = keep * sums[rows + r] + deltas[r] * product;
+    }
+  }
+};
+
+// Tokens [begin, end), at least one, for kRows rows whose numbers are whole vectors.
+template <int kRows>
+static void update_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t end,
+                        const float* from, float* to, int64_t stride, int64_t size) {
+  float sums[2 * kRows], deltas[kRows];
+  pass<kRows, false, true>(from, to, stride, size, 0.f, nullptr, nullptr, of.key(begin),
+                           of.query(begin), sums);
+  for (int64_t token = begin; token < end; token++, from = to) {
+    of.solve(token, row, kRows, sums, deltas);
+    const float keep = of.decay(token);
+    if (token + 1 < end)
+      pass<kRows, true, true>(from, to, stride, size, keep, of.key(token), deltas,
+                              of.key(token + 1), of.query(token + 1), sums);
+    else
+      pass<kRows, true, false>(from, to, stride, size, keep, of.key(token), deltas, nullptr,
+                               nullptr, nullptr);
+  }
+}
+
+// The same for rows of any length, which are padded where they are no whole vectors.
+template <int kRows>
+static void update_any_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t end,
+                            const float* from, float* to) {
+  const int64_t size = of.net.key_size;
+  if (size % Vec::kWidth == 0) return update_rows<kRows>(of, row, begin, end, from, to, size, size);
+  float rows[kRows * kMostKeySize];
+  const int64_t stride = padded(size);
+  const size_t bytes = static_cast<size_t>(size) * sizeof(float);
+  memset(rows, 0, sizeof rows);
+  for (int r = 0; r < kRows; r++) memcpy(rows + r * stride, from + r * size, bytes);
+  update_rows<kRows>(of, row, begin, end, rows, rows, stride, stride);
+  for (int r = 0; r < kRows; r++) memcpy(to + r * size, rows + r * stride, bytes);
+}
+
+static void update_delta(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
+  const DeltaHead of{net, tokens, rows.head, rows.head / (net.value_heads / net.key_heads)};
+  const int64_t size = net.key_size;
+  if (rows.token_begin == rows.token_end)
+    memcpy(rows.to, rows.from,
+           static_cast<size_t>((rows.row_end - rows.row_begin) * size) * sizeof(float));
+  const float* from = rows.from;
+  for (int64_t begin = rows.token_begin; begin < rows.token_end; begin += kTileTokens) {
+    const int64_t end = min_of(begin + kTileTokens, rows.token_end);
+    int64_t row = rows.row_begin;
+    for (; row + kStateRows <= rows.row_end; row += kStateRows) {
+      const int64_t at = (row - rows.row_begin) * size;
+      update_any_rows<kStateRows>(of, row, begin, end, from + at, rows.to + at);
+    }
+    for (; row < rows.row_end; row++) {
+      const int64_t at = (row - rows.row_begin) * size;
+      update_any_rows<1>(of, row, begin, end, from + at, rows.to + at);
+    }
+    from = rows.to;
+  }
+}
+
+}  // namespace
