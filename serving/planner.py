@@ -36,9 +36,10 @@ What follows, for requests of one priority while nobody is preempted, with B tok
 rows. A running request gets a token every step, and no step has more than B tokens. From when a row
 and blocks are free, and with P tokens of prompts ahead, a prompt of L tokens is computed after at
 most (P + L) / (B - R + 1) steps, rounded up; each prompt ahead that begins with the same block may
-cost one step more, and each stop of a prompt at a state. Under "fair", for a tenant that owes nothing, P counts at most one quantum of
-every other tenant for each quantum, or part of one, of its own prompt; and a tenant that holds no
-row gets the next one that becomes free, after those that hold none either and began to wait before.
+cost one step more, and each stop of a prompt at a state. Under "fair", for a tenant that owes
+nothing, P counts at most one quantum of every other tenant for each quantum, or part of one, of its
+own prompt; and a tenant that holds no row gets the next one that becomes free, after those that
+hold none either and began to wait before.
 """
 
 from __future__ import annotations
