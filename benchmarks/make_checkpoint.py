@@ -95,6 +95,20 @@ def _gemma3(hidden: int, inner: int, layers: int, heads: int, kv: int, window: i
     }
 
 
+def _delta_nets(key_heads: int, value_heads: int) -> dict[str, Any]:
+    """What Qwen3-Next and Qwen3.5 have: every fourth layer has attention."""
+    return {
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+
+
 def _experts(count: int, per_token: int) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": per_token, "norm_topk_prob": False}
 
@@ -122,6 +136,25 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "norm_topk_prob": True,
     },
     "gpt-oss-20b": _gpt_oss(24, 32),
+    "qwen3.5-0.8b": {
+        **_shape("qwen3_5_text", 248_320, 1024, 3584, 24, 8, 2, True, 1e-6, 1e7),
+        **_delta_nets(16, 16),
+        "architectures": ["Qwen3_5ForCausalLM"],
+    },
+    "qwen3.5-4b": {
+        **_shape("qwen3_5_text", 248_320, 2560, 9216, 32, 16, 4, True, 1e-6, 1e7),
+        **_delta_nets(16, 32),
+        "architectures": ["Qwen3_5ForCausalLM"],
+    },
+    "qwen3-next-80b-a3b": {
+        **_shape("qwen3_next", 151_936, 2048, 5120, 48, 16, 2, False, 1e-6, 1e7),
+        **_delta_nets(16, 32),
+        **_experts(512, 10),
+        "architectures": ["Qwen3NextForCausalLM"],
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
     "gemma-3-1b": _gemma3(1152, 6912, 26, 4, 1, 512),
 }
 
@@ -135,7 +168,11 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (hidden,)
-        for name, size in (("q", q), ("k", kv), ("v", kv)):
+        interval = config.get("full_attention_interval")
+        if interval and (layer + 1) % interval:
+            yield from _delta_net(config, prefix)
+            continue
+        for name, size in (("q", 2 * q if interval else q), ("k", kv), ("v", kv)):
             yield f"{prefix}self_attn.{name}_proj.weight", (size, hidden)
             if config["model_type"] in ("qwen2", "gpt_oss"):
                 yield f"{prefix}self_attn.{name}_proj.bias", (size,)
@@ -149,7 +186,7 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
             yield prefix + "self_attn.k_norm.weight", (head,)
             yield prefix + "pre_feedforward_layernorm.weight", (hidden,)
             yield prefix + "post_feedforward_layernorm.weight", (hidden,)
-        if config["model_type"] in ("olmoe", "qwen3_moe"):
+        if config["model_type"] in ("olmoe", "qwen3_moe") or interval:
             whole = config["model_type"] == "olmoe"
             yield prefix + "self_attn.q_norm.weight", (q if whole else head,)
             yield prefix + "self_attn.k_norm.weight", (kv if whole else head,)
@@ -157,6 +194,28 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _delta_net(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of a layer without attention, but for its first norm."""
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    channels = 2 * keys + values
+    if config["model_type"] == "qwen3_next":
+        products = {"qkvz": channels + values, "ba": 2 * heads}
+    else:
+        products = {"qkv": channels, "z": values, "b": heads, "a": heads}
+    for name, rows in products.items():
+        yield f"{prefix}linear_attn.in_proj_{name}.weight", (rows, hidden)
+    kernel = (channels, 1, config["linear_conv_kernel_dim"])
+    yield prefix + "linear_attn.conv1d.weight", kernel
+    yield prefix + "linear_attn.A_log", (heads,)
+    yield prefix + "linear_attn.dt_bias", (heads,)
+    yield prefix + "linear_attn.norm.weight", (config["linear_value_head_dim"],)
+    yield prefix + "linear_attn.out_proj.weight", (hidden, values)
+    yield prefix + "post_attention_layernorm.weight", (hidden,)
+    yield from _feed_forward(config, prefix + "mlp.")
 
 
 def head_config(target: dict[str, Any], draft_vocab: int) -> dict[str, Any]:
@@ -207,6 +266,11 @@ def _feed_forward(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tu
     experts = range(config.get("num_experts", 0))
     if experts:
         yield prefix + "gate.weight", (len(experts), hidden)
+    if shared := config.get("shared_expert_intermediate_size"):
+        yield prefix + "shared_expert_gate.weight", (1, hidden)
+        yield prefix + "shared_expert.gate_proj.weight", (shared, hidden)
+        yield prefix + "shared_expert.up_proj.weight", (shared, hidden)
+        yield prefix + "shared_expert.down_proj.weight", (hidden, shared)
     for one in [f"{prefix}experts.{expert}." for expert in experts] or [prefix]:
         yield one + "gate_proj.weight", (inner, hidden)
         yield one + "up_proj.weight", (inner, hidden)

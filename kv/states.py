@@ -2,16 +2,16 @@
 
 A state is what layers without keys and values know of all tokens of a sequence so far. It is never
 changed once it has been committed: a step reads the slot that a sequence holds and writes another
-one, which the sequence holds from then on. So a step that fails can be run again, and sequences
-that have begun alike can hold one slot.
+one, which the sequence holds from then on. So a step that fails can be run again, sequences that
+have begun alike can hold one slot, and a state can be kept for those that will begin so.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from onnxport.errors import CapacityError
 
@@ -21,19 +21,29 @@ SLOTS_PER_SEQUENCE: Final = 2  # the one that it holds, and the one that a step 
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """The slots of one step, row by row, until it is committed or rolled back."""
+    """The slots of one step, row by row, which it owns until it is committed or rolled back."""
 
-    reads: tuple[int, ...]  # slots that sequences hold
-    writes: tuple[int, ...]  # distinct ones, which nobody held
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]  # distinct ones, which nobody else owns
+
+
+class Kept(NamedTuple):
+    """A slot that was registered, under its key; another slot may have come in its place."""
+
+    slot: int
+    key: bytes
 
 
 class StatePool:
     """Ref-counted state slots in plain ints, numbered from 1; knows neither requests nor tensors.
 
-    The slot that was released last is handed out first.
+    A slot is used (ref count >= 1) or free. A used slot may have a key: the hash of all tokens that
+    it is the state of. When its last owner releases it, it stays findable under that key, among the
+    free slots, until it is handed out again. Those without a key are handed out first, the last
+    released one first; then the kept ones, the longest unused first.
     """
 
-    __slots__ = ("_free", "_refs", "num_slots")
+    __slots__ = ("_blank", "_by_key", "_kept", "_keys", "_refs", "num_slots")
 
     def __init__(self, num_slots: int) -> None:
         """Begin with all slots free.
@@ -49,7 +59,10 @@ class StatePool:
             )
         self.num_slots = num_slots
         self._refs = [0] * (num_slots + 1)
-        self._free = list(range(num_slots, 0, -1))  # a stack
+        self._keys: list[bytes | None] = [None] * (num_slots + 1)
+        self._by_key: dict[bytes, int] = {}
+        self._blank = list(range(num_slots, 0, -1))  # a stack
+        self._kept: OrderedDict[int, None] = OrderedDict()  # free, the longest unused first
 
     @property
     def num_sequences(self) -> int:
@@ -59,16 +72,26 @@ class StatePool:
     @property
     def num_free(self) -> int:
         """Slots that a step can write now."""
-        return len(self._free)
+        return len(self._blank) + len(self._kept)
 
     def free_slots(self) -> tuple[int, ...]:
         """The free slots, the next to be handed out first."""
-        return tuple(reversed(self._free))
+        return (*reversed(self._blank), *self._kept)
+
+    def blank_slots(self) -> tuple[int, ...]:
+        """The free slots whose content is of no use, the next to be handed out first."""
+        return tuple(reversed(self._blank))
+
+    def find(self, key: bytes) -> int | None:
+        """The slot, used or free, that is the state of the tokens up to `key`."""
+        return self._by_key.get(key)
 
     def share(self, slot: int) -> int:
-        """Add one owner to a slot that has some, or to the state of no tokens; returns it."""
+        """Add one owner to a slot that is used or has a key, or is NO_TOKENS; returns it."""
         if slot != NO_TOKENS:
-            assert self._refs[slot] > 0, f"slot {slot} is free and cannot be shared"
+            if self._refs[slot] == 0:
+                assert slot in self._kept, f"slot {slot} holds nothing and cannot be shared"
+                del self._kept[slot]
             self._refs[slot] += 1
         return slot
 
@@ -77,46 +100,102 @@ class StatePool:
         if slot != NO_TOKENS:
             assert self._refs[slot] > 0, f"slot {slot} is free and cannot be released"
             self._refs[slot] -= 1
-            if not self._refs[slot]:
-                self._free.append(slot)
+            if self._refs[slot] == 0:
+                if self._keys[slot] is None:
+                    self._blank.append(slot)
+                else:
+                    self._kept[slot] = None
         return NO_TOKENS
 
+    def register(self, slot: int, key: bytes) -> Kept | None:
+        """Make a used slot findable; None if another one is found under its key, which stays."""
+        assert self._refs[slot] > 0, f"slot {slot} is free and cannot be registered"
+        if self._keys[slot] is not None or key in self._by_key:
+            return None
+        self._keys[slot] = key
+        self._by_key[key] = slot
+        return Kept(slot, key)
+
+    def hide(self, key: bytes) -> None:
+        """Make the slot under a key, used or free, unfindable, if there is one."""
+        slot = self._by_key.pop(key, None)
+        if slot is not None:
+            self._keys[slot] = None
+            if slot in self._kept:
+                del self._kept[slot]
+                self._blank.append(slot)
+
+    def drop(self, kept: Kept) -> None:
+        """Make what was registered unfindable, if it still is under its key."""
+        if self._by_key.get(kept.key) == kept.slot:
+            self.hide(kept.key)
+
+    def hand_out_first(self, kept: Kept) -> None:
+        """Let what was registered, if nobody uses it, go before all else that is kept."""
+        if self._by_key.get(kept.key) == kept.slot and kept.slot in self._kept:
+            self._kept.move_to_end(kept.slot, last=False)
+
+    def hand_out_last(self, kept: Kept) -> None:
+        """Let what was registered, if nobody uses it, go after all else that is kept."""
+        if self._by_key.get(kept.key) == kept.slot and kept.slot in self._kept:
+            self._kept.move_to_end(kept.slot)
+
+    def reset_cache(self) -> None:
+        """Forget every key."""
+        for key in list(self._by_key):
+            self.hide(key)
+
     def reserve(self, reads: Sequence[int]) -> StateStep:
-        """Take a slot to write for each row of a step.
+        """Own what each row of a step reads, and take a slot for it to write.
 
         Callers look at `num_sequences` before; asking for more than are free is a bug of theirs.
 
         Args:
-            reads: of each row, the slot that its sequence holds.
+            reads: slots that are used or have a key, or NO_TOKENS.
         """
-        assert len(reads) <= len(self._free), f"{len(reads)} rows, {len(self._free)} slots free"
-        assert all(slot == NO_TOKENS or self._refs[slot] for slot in reads), "a free slot is read"
-        writes = tuple(self._free.pop() for _ in reads)
-        for slot in writes:
-            self._refs[slot] = 1
-        return StateStep(tuple(reads), writes)
+        for slot in reads:
+            self.share(slot)
+        assert len(reads) <= self.num_free, f"{len(reads)} rows, {self.num_free} slots free"
+        return StateStep(tuple(reads), tuple(self._allocate() for _ in reads))
 
     def commit(self, step: StateStep) -> None:
-        """The step ran: sequences hold what it wrote, and let go of what it read."""
+        """The step ran: what it wrote is whoever's it was for, and it lets go of what it read."""
         for slot in step.reads:
             self.release(slot)
 
     def rollback(self, step: StateStep) -> None:
-        """Give back what the step was to write; sequences hold what they held."""
+        """Give everything back."""
         for slot in reversed(step.writes):
+            self.release(slot)
+        for slot in step.reads:
             self.release(slot)
 
     def check(self, owners: Iterable[int]) -> None:
-        """Assert that every slot is free or owned exactly as often as its count says.
+        """Assert that every slot is blank, kept or owned exactly as often as its count says.
 
         Args:
             owners: the slot of every owner there is.
         """
         counts = Counter(slot for slot in owners if slot != NO_TOKENS)
         assert all(1 <= slot <= self.num_slots for slot in counts), "a slot outside the pool"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a slot is free twice"
+        blank = set(self._blank)
+        assert len(blank) == len(self._blank), "a slot is free twice"
         for slot in range(1, self.num_slots + 1):
-            refs = self._refs[slot]
+            refs, key = self._refs[slot], self._keys[slot]
             assert refs == counts[slot], f"slot {slot}: ref count {refs}, owned {counts[slot]}"
-            assert (slot in free) == (refs == 0), f"slot {slot}: free?"
+            assert (slot in blank) == (refs == 0 and key is None), f"slot {slot}: blank?"
+            assert (slot in self._kept) == (refs == 0 and key is not None), f"slot {slot}: kept?"
+            assert key is None or self._by_key[key] == slot, f"slot {slot}: key"
+        assert len(self._by_key) == sum(key is not None for key in self._keys), "a stray key"
+
+    def _allocate(self) -> int:
+        if self._blank:
+            slot = self._blank.pop()
+        else:
+            slot = self._kept.popitem(last=False)[0]
+            key = self._keys[slot]
+            assert key is not None
+            del self._by_key[key]
+            self._keys[slot] = None
+        self._refs[slot] = 1
+        return slot

@@ -34,6 +34,7 @@ class StepPlan:
     shared: Mapping[int, Found]  # row -> what is cached, that it goes on from
     copied: frozenset[int]  # rows that write to blocks which others own too, hence to copies
     sampled: tuple[int, ...]  # rows that reach their last token, and so sample the next one
+    stopped: frozenset[int]  # rows that end where their state should be kept
     drafts: Mapping[int, tuple[int, ...]]  # row -> guessed tokens that are computed after its own
     preempted: tuple[Request, ...]  # running requests that give their blocks back
     turns: Mapping[int, Turns]  # priority -> how its tenants took turns
@@ -74,6 +75,7 @@ class Draft:
         closed: whether no waiting request may start in this step any more.
         drafts: row -> guessed tokens that are computed after its own.
         found: what is cached that prompts can go on from.
+        stops: after how many tokens the states of prompts should be kept, ascending.
         leading: keys of the blocks that are being computed, and by whom.
         starting: waiting requests that have their rows and blocks, if not always tokens yet.
     """
@@ -101,6 +103,7 @@ class Draft:
         "rows",
         "shared",
         "starting",
+        "stops",
         "turns",
         "yielding",
     )
@@ -119,6 +122,7 @@ class Draft:
         self.closed = False
         self.drafts: dict[int, tuple[int, ...]] = {}
         self.found: dict[Request, Found] = {}
+        self.stops: dict[Request, tuple[int, ...]] = {}
         self.leading: dict[bytes, Request] = {}
         self.starting: set[Request] = set()
         self.requests: list[Request] = []
@@ -205,13 +209,19 @@ class Draft:
         return row
 
     def extend(self, row: int, budget: int) -> int:
-        """Give a row up to `budget` more tokens and the blocks for them; returns how many."""
+        """Give a row up to `budget` more tokens and the blocks for them; returns how many.
+
+        It ends where its state should be kept, and gets no more in this step then.
+        """
         request = self.requests[row]
         block_size = self._pool.block_size
         num_past = self.num_past[row] + self.num_new[row]
         left = len(request.tokens) - num_past
         if request.scores_missing:
             left = min(left, MOST_SCORED - self.num_new[row])
+        for stop in self.stops.get(request, ()):
+            if self.num_past[row] < stop and num_past <= stop:
+                left = min(left, stop - num_past)
         shared = self.shared.get(row, NOTHING)
         held = len(request.table) + len(shared) + self.num_new_columns[row]
         claim = self.pending(request, shared, self.num_new_columns[row])
@@ -277,12 +287,15 @@ class Draft:
     def freeze(self) -> StepPlan:
         """Return the plan."""
         sampled: list[int] = []
+        stopped: set[int] = set()
         num_logits: list[int] = []
         ends = zip(self.requests, self.num_past, self.num_new, strict=True)
         for row, (request, past, new) in enumerate(ends):
             beyond = past + new - len(request.tokens)
             if beyond >= 0:
                 sampled.append(row)
+            if past + new in self.stops.get(request, ()):
+                stopped.add(row)
             num_logits.append(new if request.scores_missing else max(0, 1 + beyond))
         return StepPlan(
             requests=tuple(self.requests),
@@ -294,6 +307,7 @@ class Draft:
             shared=self.shared,
             copied=frozenset(self.copied),
             sampled=tuple(sampled),
+            stopped=frozenset(stopped),
             drafts=self.drafts,
             preempted=tuple(self.preempted),
             turns=self.turns,

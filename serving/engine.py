@@ -22,7 +22,7 @@ from onnxport.serving.fallback import Loss, Standby
 from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
-from onnxport.serving.linear_attention import check_options, suited
+from onnxport.serving.linear_attention import check_options
 from onnxport.serving.narrowing import narrowed
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -81,7 +81,6 @@ class Engine:
         if (limits := model.capabilities).state_slots:
             guesses = speculator is not None
             check_options(config, max_adapters=limits.max_adapters, has_guesses=guesses)
-            config = suited(config)
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else frozenset()
         runtime = Runtime(model, config, clock, standby or Standby(), base)
@@ -291,8 +290,10 @@ class Engine:
         return self._tally.stats(self._runtime, self._guessing.counters)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the pool has cached; host memory and disk keep theirs."""
+        """Forget what the pools have cached; host memory and disk keep theirs."""
         self._runtime.pool.reset_cache()
+        if self._runtime.states is not None:
+            self._runtime.states.reset_cache()
 
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests)."""

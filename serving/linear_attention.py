@@ -7,7 +7,7 @@ of a prefix are of no use without the state at its end.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from typing import Final
 
 from onnxport.errors import OptionError
 from onnxport.kv.states import SLOTS_PER_SEQUENCE, StatePool
@@ -15,10 +15,14 @@ from onnxport.serving.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
+# States that are kept for requests that will begin alike, while as many sequences run as may.
+KEPT_STATES: Final = 8
+
 
 def slots_wanted(config: EngineConfig) -> int:
     """Return for how many states a model should have room: `LoadOptions.state_slots`."""
-    return SLOTS_PER_SEQUENCE * config.max_num_seqs
+    kept = KEPT_STATES if config.enable_prefix_caching else 0
+    return SLOTS_PER_SEQUENCE * config.max_num_seqs + kept
 
 
 def check_options(
@@ -47,17 +51,6 @@ def check_options(
             "this model has layers of linear attention, which keep a state of each sequence, and "
             f"these options do not go with it: {'; '.join(refused)}. Leave them out"
         )
-
-
-def suited(config: EngineConfig) -> EngineConfig:
-    """Return a config that goes with such a model, and log what is left out."""
-    if not config.enable_prefix_caching:
-        return config
-    logger.info(
-        "the prefix cache is off: this model has layers of linear attention, and K/V of a prefix "
-        "are of no use without their states"
-    )
-    return replace(config, enable_prefix_caching=False)
 
 
 def rows_for(states: StatePool | None, rows: int) -> int:

@@ -20,6 +20,9 @@ The policy:
   have still to take, so blocks run out only by decoding. Of layers with a window all is what the
   window sees: what is behind it is given up after each step. A request that has to wait for room
   keeps all that come after it waiting too.
+* Where a model has states, a prompt stops for a step where its state is worth keeping
+  (`Hits.stops`). What is in the cache ends at such a state, and nobody waits for what another row
+  is computing.
 * The beams of a search start and yield together: what each of them needs next is known only when
   all have been computed as far.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
@@ -33,9 +36,10 @@ What follows, for requests of one priority while nobody is preempted, with B tok
 rows. A running request gets a token every step, and no step has more than B tokens. From when a row
 and blocks are free, and with P tokens of prompts ahead, a prompt of L tokens is computed after at
 most (P + L) / (B - R + 1) steps, rounded up; each prompt ahead that begins with the same block may
-cost one step more. Under "fair", for a tenant that owes nothing, P counts at most one quantum of
-every other tenant for each quantum, or part of one, of its own prompt; and a tenant that holds no
-row gets the next one that becomes free, after those that hold none either and began to wait before.
+cost one step more, and each stop of a prompt at a state. Under "fair", for a tenant that owes
+nothing, P counts at most one quantum of every other tenant for each quantum, or part of one, of its
+own prompt; and a tenant that holds no row gets the next one that becomes free, after those that
+hold none either and began to wait before.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from onnxport.kv.pool import BlockPool
+from onnxport.kv.states import StatePool
 from onnxport.kv.table import NOTHING
 from onnxport.serving.beams import BeamGroup, together
 from onnxport.serving.draft import Draft, Guess, StepPlan
@@ -80,14 +85,19 @@ class Planner:
     """Chooses steps."""
 
     def __init__(
-        self, pool: BlockPool, queues: Queues, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        pool: BlockPool,
+        queues: Queues,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        states: StatePool | None = None,
     ) -> None:
-        """Look at a pool and queues that somebody else changes."""
+        """Look at pools and queues that somebody else changes."""
         self._pool = pool
         self._queues = queues
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._hits = Hits(pool)
+        self._hits = Hits(pool, states)
         self._rooms = RoomMaker(pool, queues, self._hits)
 
     @property

@@ -61,7 +61,7 @@ class Scheduler:
         self._policy = policy
         waiting = WaitingQueue(by_arrival if policy == "fcfs" else by_deadline)
         self._queues = Queues(max(1, max_num_batched_tokens // QUANTA), waiting)
-        self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens)
+        self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens, states)
         self._arrivals = count()
         self._starts = count(1)
         self._tenants: Counter[str] = Counter()  # their unfinished requests
@@ -182,7 +182,7 @@ class Scheduler:
         self._swapped.clear()
         self._pool, self._states, self._max_num_seqs = pool, states, max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens)
+        self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens, states)
         for request in list(self._queues.waiting):
             request.name_blocks(pool.block_size)
             for one in (request, *request.siblings):
@@ -266,6 +266,9 @@ class Scheduler:
     def distrust(self, request: Request) -> None:
         """Hide what a request has computed from others; its K/V may be wrong."""
         kv.hide(self._pool, request.table, request.keys)
+        if self._states is not None and request.keys is not None:
+            for index in range(len(request.keys)):
+                self._states.hide(request.keys.key(index))
 
     def plan(
         self,
@@ -320,8 +323,8 @@ class Scheduler:
         reservation = kv.reserve(self._pool, claims)
         if self._states is None:
             return reservation
-        states = self._states.reserve([request.state for request in plan.requests])
-        return replace(reservation, states=states)
+        reads = [self._state_before(plan, row) for row in range(len(plan.requests))]
+        return replace(reservation, states=self._states.reserve(reads))
 
     def rollback(self, reservation: Reservation) -> None:
         """Give the step's blocks and states back; its requests are where they were."""
@@ -348,7 +351,10 @@ class Scheduler:
             assert not plan.drafts, "states cannot go back behind guesses that are wrong"
             self._states.commit(reservation.states)
             for request, state in zip(plan.requests, reservation.states.writes, strict=True):
+                self._states.release(request.state)
                 request.state = state
+                if request.kept is not None:
+                    self._states.hand_out_first(request.kept)
         block_size, gives_up = self._pool.block_size, bool(self._pool.groups.windowed)
         for row, request in enumerate(plan.requests):
             num_past, num_new = plan.num_past[row], plan.num_new[row]
@@ -365,6 +371,7 @@ class Scheduler:
             request.num_computed_tokens = total
             if total // block_size > num_past // block_size and request.keys is not None:
                 self._register(request, num_past // block_size, total // block_size, right)
+                self._keep_state(request, stopped=row in plan.stopped)
             if gives_up:
                 kv.give_up(self._pool, request.table, total)
         for row in plan.sampled:
@@ -466,6 +473,42 @@ class Scheduler:
         kv.release_tail(self._pool, request.table)
         if self._states is not None:
             request.state = self._states.release(request.state)
+            if request.kept is not None:
+                self._states.hand_out_last(request.kept)
+
+    def _state_before(self, plan: StepPlan, row: int) -> int:
+        """Return the slot that a row of a plan goes on from."""
+        request = plan.requests[row]
+        if row not in plan.shared:
+            return request.state
+        assert self._states is not None
+        assert request.keys is not None
+        index = plan.num_past[row] // self._pool.block_size - 1
+        found = self._states.find(request.keys.key(index))
+        assert found is not None, f"{request} goes on from a state that is gone"
+        return found
+
+    def _keep_state(self, request: Request, *, stopped: bool) -> None:
+        """Make the state of a request findable if it is that of whole blocks.
+
+        Of those on its way, in a prompt or its output, the latest is enough, and others' states are
+        worth more as long as it goes on.
+
+        Args:
+            request: whose state.
+            stopped: whether the step ended there so that the state is kept.
+        """
+        index, partial = divmod(request.num_computed_tokens, self._pool.block_size)
+        if self._states is None or partial:
+            return
+        assert request.keys is not None
+        if request.kept is not None:
+            self._states.drop(request.kept)
+        key = request.keys.key(index - 1)
+        if stopped:  # one on another's way would be replaced
+            self._states.hide(key)
+        kept = self._states.register(request.state, key)
+        request.kept = None if stopped else kept
 
     def _share_state(self, request: Request) -> int:
         """Return the state of a request for another one, which owns it too from now on."""

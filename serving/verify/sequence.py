@@ -75,6 +75,7 @@ class LoneSequence:
         self.num_computed = total
         if self._states is not None and states is not None:
             self._states.commit(states)
+            self._states.release(self._state)
             self._state = states.writes[0]
         return logits
 

@@ -156,8 +156,6 @@ def _chunked(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | s
 
 def _cached(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | str:
     """All at once with the prefix cache, and all again when it is warm."""
-    if model.capabilities.state_slots:
-        return "the prefix cache is off for models that have states"
     order = list(prompts.all)
     config = _config(rows=len(order), tokens=sum(map(len, order)), caching=True)
     decoded = decode(model, [*order, *order], config)

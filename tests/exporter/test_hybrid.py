@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from onnxport.exporter.families import FAMILIES
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
-from tests.exporter import checkpoints, configs
+from tests.exporter import checkpoints, configs, integers
 from tests.exporter.checkpoints import HYBRID
 
 WEIGHTS = "model.safetensors"
@@ -419,3 +420,18 @@ def test_tensors_that_are_missing_or_more(name: str, tensor: str, tmp_path: Path
     save_file(tensors | {tensor: kept, other: torch.zeros(3)}, source / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"does not use: {other}"):
         exported(source)
+
+
+@pytest.mark.parametrize("store", [integers.store_gptq, integers.store_awq])
+def test_integers_of_rows_that_lie_together_by_heads(
+    store: Callable[[Path], integers.Tensors], tmp_path: Path
+) -> None:
+    source = tmp_path / "checkpoint"
+    checkpoints.make(HYBRID["qwen3.5-tied"], source)
+    meant = store(source)
+    found = exported(source).manifest.files
+    checkpoints.edit_config(source, quantization_config=None)
+    save_file(meant, source / WEIGHTS)
+    expected = export_model(source, tmp_path / "expected", OPTIONS)
+    for file in ("model.onnx", "model.onnx.data", "golden.npz"):
+        assert found[file] == Artifact.read(expected).manifest.files[file]

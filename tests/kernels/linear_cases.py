@@ -27,8 +27,8 @@ SLOTS = 9
 LENGTHS = ((1,), (1, 1, 1), (5,), (3, 0, 2), (16, 1, 17), (0,), (40, 1), (2, 33, 1, 4))
 # No model's, one lane more than a register, and those of models; the last one the kernels' most.
 KEY_SIZES = (1, 5, 16, 17, 64, 100, 128, 256)
-VALUE_SIZES = (1, 3, 4, 6, 37, 64, 128)
-CHANNELS = (1, 7, 16, 33, 64, 65, 200)
+VALUE_SIZES = (1, 3, 4, 6, 12, 37, 64, 128)
+CHANNELS = (1, 7, 16, 33, 64, 65, 300)  # more than a task has, too
 
 
 @dataclass(frozen=True)

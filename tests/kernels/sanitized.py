@@ -16,6 +16,7 @@ from tests.kernels import (
     experts_cases,
     float_experts_cases,
     fp4_cases,
+    linear_cases,
     matmul_cases,
     matmul_lora_cases,
     mlp_cases,
@@ -86,6 +87,11 @@ def main() -> None:
             for asked in calls:
                 found = coarse.run(["y"], {"x": few.x, **asked.feeds()})[0]
                 coarse_cases.check(found, whole, *asked)
+    for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 5):
+        for linear in (linear_cases.random_conv(seed), linear_cases.random_delta(seed)):
+            for isa in isas:
+                library.onnxport_cpu_set_isa(isa.encode())
+                linear_cases.check(linear, linear_cases.run(path, linear))
     for feeds in BAD_INPUTS.values():
         with contextlib.suppress(Exception):
             run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)

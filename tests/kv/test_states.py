@@ -1,11 +1,13 @@
 """State slots: exact numbers, and what a step leaves behind."""
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from onnxport.errors import CapacityError
-from onnxport.kv.states import NO_TOKENS, StatePool, StateStep
+from onnxport.kv.states import NO_TOKENS, Kept, StatePool, StateStep
+from tests.tiers import examples
 
 
 @pytest.mark.parametrize(("num_slots", "sequences"), [(2, 1), (3, 1), (4, 2), (9, 4)])
@@ -29,7 +31,10 @@ def test_a_step_reads_what_is_held_and_writes_what_is_free() -> None:
     second = pool.reserve([2, 1])
     assert second == StateStep((2, 1), (3, 4))
     assert pool.num_free == 0
+    pool.check([1, 2, 2, 1, 3, 4])
     pool.commit(second)
+    pool.release(2)
+    pool.release(1)
     pool.check([3, 4])
     assert pool.free_slots() == (1, 2)  # that released last is the next
 
@@ -49,11 +54,16 @@ def test_a_shared_slot_is_free_when_its_last_owner_lets_go() -> None:
     pool = StatePool(6)
     pool.commit(pool.reserve([NO_TOKENS]))
     assert pool.share(1) == 1
-    step = pool.reserve([1, 1])
-    assert step.writes == (2, 3)
-    pool.check([1, 1, 2, 3])
-    pool.commit(step)
-    pool.check([2, 3])
+    assert pool.release(1) == NO_TOKENS
+    pool.check([1])
+    pool.release(1)
+    pool.commit(pool.reserve([NO_TOKENS, NO_TOKENS]))
+    pool.check([1, 2])
+    pool.release(1)
+    pool.commit(pool.reserve([2]))
+    pool.check([2, 1])
+    pool.commit(pool.reserve([1]))
+    pool.release(1)
     assert pool.release(2) == NO_TOKENS
     pool.check([3])
 
@@ -75,37 +85,193 @@ def test_check_sees_what_leaks(owners: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["share", "release"])
 def test_a_free_slot_is_nobodys(name: str) -> None:
-    with pytest.raises(AssertionError, match="slot 2 is free"):
+    with pytest.raises(AssertionError, match="slot 2 "):
         getattr(StatePool(2), name)(2)
 
 
 def test_a_free_slot_is_not_read() -> None:
-    with pytest.raises(AssertionError, match="a free slot is read"):
+    with pytest.raises(AssertionError, match="slot 2 holds nothing"):
         StatePool(2).reserve([2])
 
 
-@given(st.data())
-def test_whatever_happens_every_slot_is_free_or_owned(data: st.DataObject) -> None:
-    sequences = data.draw(st.integers(1, 4))
-    pool = StatePool(2 * sequences)
-    held: list[int] = []
-    for _ in range(data.draw(st.integers(1, 20))):
-        begin = data.draw(st.integers(0, sequences - len(held)))
-        forks = data.draw(st.integers(0, sequences - len(held) - begin)) if held else 0
-        held += [pool.share(held[-1]) for _ in range(forks)]
-        chosen = [at for at in range(len(held)) if data.draw(st.booleans())]
-        reads = [*(held[at] for at in chosen), *[NO_TOKENS] * begin]
-        step = pool.reserve(reads)
-        assert not {*step.writes} & {*held, NO_TOKENS}
-        pool.check([*held, *step.writes])
-        if data.draw(st.booleans()):
-            pool.rollback(step)
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def keeping(*numbers: int, num_slots: int = 4) -> StatePool:
+    """A pool that keeps states under these numbers, in slots 1, 2 and so on."""
+    pool = StatePool(num_slots)
+    writes = pool.reserve([NO_TOKENS] * len(numbers)).writes
+    for slot, number in zip(writes, numbers, strict=True):
+        pool.register(slot, key(number))
+        pool.release(slot)
+    pool.check([])
+    return pool
+
+
+def test_kept_states_are_handed_out_last_the_longest_unused_first() -> None:
+    pool = keeping(7, 8, 9)
+    assert (pool.num_free, pool.blank_slots(), pool.free_slots()) == (4, (4,), (4, 1, 2, 3))
+    pool.share(1)
+    pool.release(1)
+    assert pool.free_slots() == (4, 2, 3, 1)
+    assert pool.reserve([1, NO_TOKENS]).writes == (4, 2)
+    assert [pool.find(key(number)) for number in (7, 8, 9)] == [1, None, 3]
+    pool.check([1, 2, 4])
+
+
+def test_what_a_step_reads_is_not_handed_out_for_it() -> None:
+    pool = keeping(7, 8, num_slots=2)
+    step = pool.reserve([1])
+    assert step == StateStep((1,), (2,))
+    pool.rollback(step)
+    pool.check([])
+    assert (pool.find(key(7)), pool.find(key(8))) == (1, None)
+
+
+def test_an_order_can_be_changed() -> None:
+    pool = keeping(7, 8, 9)
+    last = Kept(3, key(9))
+    pool.hand_out_first(last)
+    assert pool.free_slots() == (4, 3, 1, 2)
+    for other in (Kept(3, key(1)), Kept(2, key(9))):  # it is another's by now
+        pool.hand_out_last(other)
+        pool.drop(other)
+    assert pool.free_slots() == (4, 3, 1, 2)
+    pool.hand_out_last(last)
+    assert pool.free_slots() == (4, 1, 2, 3)
+    for other in (Kept(1, key(1)), Kept(2, key(7))):
+        pool.hand_out_first(other)
+    assert pool.free_slots() == (4, 1, 2, 3)
+    pool.share(3)
+    pool.hand_out_first(last)  # it is used
+    pool.hand_out_last(last)
+    pool.check([3])
+    pool.drop(last)
+    assert pool.find(key(9)) is None
+    pool.check([3])
+
+
+def test_what_is_hidden_is_found_no_more() -> None:
+    pool = keeping(7, 8)
+    pool.share(2)
+    for number in (7, 8, 9):
+        pool.hide(key(number))
+        assert pool.find(key(number)) is None
+    pool.check([2])
+    assert pool.blank_slots() == (1, 3, 4)
+    pool.release(2)
+    assert pool.blank_slots() == (2, 1, 3, 4)
+
+
+def test_the_first_state_of_the_same_tokens_stays() -> None:
+    pool = keeping(7)
+    [slot] = pool.reserve([NO_TOKENS]).writes
+    assert pool.register(slot, key(7)) is None
+    assert pool.find(key(7)) == 1
+    pool.release(slot)
+    assert pool.blank_slots() == (2, 3, 4)
+
+
+def test_a_reset_forgets_every_key() -> None:
+    pool = keeping(7, 8)
+    pool.share(2)
+    pool.reset_cache()
+    pool.check([2])
+    assert pool.blank_slots() == (1, 3, 4)
+    with pytest.raises(AssertionError, match="slot 1 holds nothing"):
+        pool.share(1)
+
+
+class StateMachine(RuleBasedStateMachine):
+    """Sequences that begin, go on, fork, are kept and end: no slot is lost or owned by two."""
+
+    @initialize(sequences=st.integers(1, 4), extra=st.integers(0, 3))
+    def start(self, sequences: int, extra: int) -> None:
+        self.sequences = sequences
+        self.pool = StatePool(2 * sequences + extra)
+        self.held: list[int] = []
+        self.content: dict[int, int] = {}  # slot -> what was written to it
+        self.kept: dict[bytes, int] = {}  # and under which key
+        self.number = 0
+
+    @rule(data=st.data(), fails=st.booleans())
+    def step(self, data: st.DataObject, fails: bool) -> None:
+        chosen = [at for at in range(len(self.held)) if data.draw(st.booleans())]
+        room = self.sequences - len(self.held)
+        keys = [one for one in self.kept if self.pool.find(one) is not None]
+        begins = [
+            data.draw(st.sampled_from([None, *keys]))
+            for _ in range(data.draw(st.integers(0, room)))
+        ]
+        found = [NO_TOKENS if one is None else self.pool.find(one) or NO_TOKENS for one in begins]
+        for one, slot in zip(begins, found, strict=True):
+            assert one is None or self.content[slot] == self.kept[one]
+        reads = [*(self.held[at] for at in chosen), *found]
+        step = self.pool.reserve(reads)
+        assert not {*step.writes} & {*self.held, *reads, NO_TOKENS}
+        assert len({*step.writes}) == len(reads)
+        self.pool.check([*self.held, *step.reads, *step.writes])
+        for slot in step.writes:
+            self.number += 1
+            self.content[slot] = self.number
+        if fails:
+            self.pool.rollback(step)
+            return
+        self.pool.commit(step)
+        for at, slot in zip(chosen, step.writes, strict=False):
+            self.pool.release(self.held[at])
+            self.held[at] = slot
+        self.held += step.writes[len(chosen) :]
+
+    @precondition(lambda self: 0 < len(self.held) < self.sequences)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        self.held.append(self.pool.share(data.draw(st.sampled_from(self.held))))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), number=st.integers(0, 5))
+    def keep(self, data: st.DataObject, number: int) -> None:
+        slot = data.draw(st.sampled_from(self.held))
+        kept = self.pool.register(slot, key(number))
+        if kept is not None:
+            assert kept == Kept(slot, key(number))
+            self.kept[key(number)] = self.content[slot]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.held) - 1))
+        self.pool.release(self.held.pop(at))
+
+    @rule(
+        number=st.integers(0, 5),
+        slot=st.integers(1, 4),
+        how=st.sampled_from(["hide", "drop", "first", "last", "reset"]),
+    )
+    def change(self, number: int, slot: int, how: str) -> None:
+        kept = Kept(slot, key(number))
+        if how == "reset":
+            self.pool.reset_cache()
+        elif how == "hide":
+            self.pool.hide(key(number))
+        elif how == "first":
+            self.pool.hand_out_first(kept)
+        elif how == "drop":
+            self.pool.drop(kept)
         else:
-            pool.commit(step)
-            for at, slot in zip(chosen, step.writes, strict=False):
-                held[at] = slot
-            held += step.writes[len(chosen) :]
-        pool.check(held)
-        while held and data.draw(st.integers(0, 2)) == 0:
-            pool.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
-        pool.check(held)
+            self.pool.hand_out_last(kept)
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check(self.held)
+            assert sorted(self.pool.free_slots()) == [
+                slot for slot in range(1, self.pool.num_slots + 1) if slot not in self.held
+            ]
+
+
+TestStateMachine = StateMachine.TestCase
+TestStateMachine.settings = settings(
+    max_examples=examples(200), stateful_step_count=30, deadline=None
+)

@@ -64,6 +64,7 @@ class Bench:
         states: StatePool | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE, windows)
+        self.states = states
         self.scheduler = Scheduler(self.pool, min(rows, budget), budget, policy, states)
         self.requests: dict[str, Request] = {}
 

@@ -114,7 +114,7 @@ def checked_step(engine: Engine) -> list[CompletionDelta]:
     engine.check()
     null_model(engine).poison(engine._runtime.pool.blank_blocks())
     if engine._runtime.states is not None:
-        null_model(engine).poison_states(engine._runtime.states.free_slots())
+        null_model(engine).poison_states(engine._runtime.states.blank_slots())
     return deltas
 
 

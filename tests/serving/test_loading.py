@@ -18,6 +18,7 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import loading
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
+from onnxport.serving.linear_attention import KEPT_STATES
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -335,7 +336,7 @@ def stateful(monkeypatch: pytest.MonkeyPatch) -> list[LoadOptions]:
     return asked
 
 
-@pytest.mark.parametrize(("given", "slots"), [(None, 6), (5, 5)])
+@pytest.mark.parametrize(("given", "slots"), [(None, 6 + KEPT_STATES), (5, 5)])
 def test_there_are_states_for_as_many_sequences_as_run(
     stateful: list[LoadOptions], tmp_path: Path, given: int | None, slots: int
 ) -> None:
@@ -353,7 +354,7 @@ def test_what_takes_over_has_as_many_states(stateful: list[LoadOptions], tmp_pat
         tmp_path, "auto", None, config, needs_tokenizer=False, fallback=names
     )
     engine._runtime._fallbacks[0].load()
-    assert [one.state_slots for one in stateful] == [6, 6]
+    assert [one.state_slots for one in stateful] == [6 + KEPT_STATES] * 2
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from onnxport.errors import CapacityError, OptionError, ProviderError
 from onnxport.kv.states import StatePool, StateStep
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving import sampling
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
@@ -38,6 +37,11 @@ PROMPT = list(range(1, 23))
 
 class StateBench(Bench):
     """A bench whose sequences have states; notes the slots of the last step."""
+
+    @property
+    def pool_of_states(self) -> StatePool:
+        assert self.states is not None
+        return self.states
 
     def slots(self) -> list[tuple[str, int, int]]:
         """Step; returns what each row read and wrote."""
@@ -122,6 +126,117 @@ def test_another_model_begins_with_empty_slots() -> None:
     assert states.slots() == [("a", 0, 1)]
 
 
+def caching(rows: int = 4, extra: int = 0) -> StateBench:
+    return StateBench(60, rows=rows, budget=16, states=StatePool(2 * rows + extra))
+
+
+def test_a_prompt_stops_where_its_state_is_kept() -> None:
+    states = caching()
+    states.submit("a", range(14), cached=True)
+    assert states.slots() == [("a", 0, 1)]
+    assert states.requests["a"].num_computed_tokens == 12
+    assert states.slots() == [("a", 1, 2)]
+    states.submit("b", [*range(14), 50], cached=True)
+    assert states.slots() == [("a", 2, 3), ("b", 1, 4)]  # which a has let go of
+    states.submit("c", range(12), cached=True)
+    assert states.slots()[2] == ("c", 0, 6)
+    assert states.requests["c"].num_computed_tokens == 8  # and not 11: one is left to compute
+
+
+def test_a_prompt_of_several_chunks_stops_once() -> None:
+    states = caching()
+    states.submit("a", range(39), cached=True)
+    past = []
+    while len(states.requests["a"].tokens) == 39:
+        states.slots()
+        past.append(states.requests["a"].num_computed_tokens)
+    assert past == [16, 32, 36, 39]
+
+
+def test_a_request_starts_from_the_longest_state_that_is_there() -> None:
+    states = caching()
+    states.submit("a", range(40), cached=True)
+    states.submit("b", range(40), cached=True)
+    assert states.slots() == [("a", 0, 1)]
+    assert states.slots() == [("a", 1, 2)]
+    assert states.slots() == [("a", 2, 1), ("b", 2, 3)]  # it had to wait for tokens of a step
+    assert states.requests["b"].num_computed_tokens == 36
+    assert states.slots() == [("a", 1, 2), ("b", 3, 4)]
+
+
+def test_who_runs_goes_on_from_a_state_of_its_own() -> None:
+    states = caching()
+    states.submit("a", range(40), cached=True)
+    states.slots()
+    own = states.requests["a"].state
+    states.submit("b", range(40), cached=True)
+    states.step(only=["b"])
+    states.step(only=["b"])
+    assert [one.num_computed_tokens for one in states.requests.values()] == [16, 36]
+    assert states.slots()[0] == ("a", own, 2)  # and K/V that are there are computed again
+    assert states.requests["a"].num_computed_tokens == 32
+
+
+def test_states_of_an_answer_go_before_those_of_prompts_while_it_grows() -> None:
+    states = StateBench(60, rows=1, budget=16, states=StatePool(3))
+    states.submit("a", range(9), cached=True)
+    states.slots()
+    keys = states.requests["a"].keys
+    assert keys is not None
+    for _ in range(20):
+        states.slots()
+        assert states.pool_of_states.find(keys.key(1)) == 1
+
+
+def test_of_the_states_of_an_answer_the_latest_is_kept_longest() -> None:
+    states = caching()
+    states.submit("a", range(9), cached=True)
+    while len(states.requests["a"].tokens) < 31:
+        states.slots()
+    keys = states.requests["a"].keys
+    assert keys is not None
+    pool = states.pool_of_states
+    found = [one for one in range(len(keys)) if pool.find(keys.key(one)) is not None]
+    assert found == [1, 6]  # of 8 tokens, and of 28
+    states.finish("a")
+    assert pool.free_slots()[-2:] == (pool.find(keys.key(1)), pool.find(keys.key(6)))
+
+
+def test_a_state_where_one_stops_outlives_that_of_another_on_its_way() -> None:
+    states = caching()
+    states.submit("x", range(100, 108))
+    states.submit("a", range(18), cached=True)
+    states.slots()
+    states.submit("y", range(200, 208))
+    states.submit("b", range(60), cached=True)
+    states.step(only=["y", "b"])
+    lengths = {name: one.num_computed_tokens for name, one in states.requests.items()}
+    assert lengths == {"x": 8, "a": 8, "y": 8, "b": 16}
+    pool, keys = states.pool_of_states, states.requests["a"].keys
+    assert keys is not None
+    assert pool.find(keys.key(3)) == states.requests["b"].state
+    states.step(only=["a"])
+    assert pool.find(keys.key(3)) == states.requests["a"].state
+    for _ in range(4):
+        states.step(only=["b"])
+    assert pool.find(keys.key(3)) is not None
+    assert states.requests["b"].num_computed_tokens == 60
+
+
+def test_states_on_the_way_through_a_prompt_are_replaced() -> None:
+    states = caching()
+    states.submit("a", range(60), cached=True)
+    pool, keys = states.pool_of_states, states.requests["a"].keys
+    assert keys is not None
+    found = []
+    for _ in range(5):
+        states.slots()
+        found.append([one for one in range(len(keys)) if pool.find(keys.key(one)) is not None])
+    assert found == [[3], [7], [11], [13], [13, 14]]  # 56 is its stop, and 60 its end
+    states.finish("a")
+    assert pool.free_slots()[-2:] == (pool.find(keys.key(13)), pool.find(keys.key(14)))
+
+
 # The packer.
 
 
@@ -171,23 +286,86 @@ def test_batched_and_chunked_tokens_are_those_of_each_alone(max_num_batched_toke
         assert tokens(deltas[name]) == alone(prompt, has_states=True)
 
 
-def test_nothing_is_found_of_a_prompt_that_was_computed_before(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO):
-        engine = null_engine(state_slots=16)
-    assert "the prefix cache is off: this model has layers of linear attention" in caplog.text
-    assert not engine.config.enable_prefix_caching
+def computed(engine: Engine, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> int:
+    """Run a request, whose tokens must be its own; returns how many tokens it found."""
+    before = engine.stats().prefix_cache_hits
+    submit(engine, name, prompt, params)
+    assert tokens(run(engine)[name]) == alone(prompt, params, has_states=True)
+    return engine.stats().prefix_cache_hits - before
+
+
+def blank(engine: Engine) -> int:
+    """How many slots hold nothing of use."""
+    assert engine._runtime.states is not None
+    return len(engine._runtime.states.blank_slots())
+
+
+def test_a_prompt_is_found_up_to_its_last_whole_block() -> None:
+    engine = null_engine(state_slots=16)
+    assert computed(engine, "a", PROMPT) == 0
+    assert computed(engine, "b", PROMPT) == 20
+    assert computed(engine, "c", PROMPT[:20]) == 0  # K/V of 16 tokens, and no state behind them
+    assert computed(engine, "d", PROMPT[:20]) == 16
+    assert computed(engine, "e", [*PROMPT, 50, 51]) == 20
+    engine.reset_prefix_cache()
+    assert blank(engine) == 16
+    assert computed(engine, "f", PROMPT) == 0
+
+
+def test_where_two_have_parted_a_third_goes_on() -> None:
+    engine = null_engine(state_slots=16)
+    for name, tail, found in (("a", 60, 0), ("b", 70, 0), ("c", 80, 12)):
+        prompt = [*PROMPT[:13], *range(tail, tail + 9)]
+        assert computed(engine, name, prompt) == found
+
+
+def test_a_next_turn_goes_on_from_the_answer() -> None:
+    engine = null_engine(state_slots=16)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    prompt = PROMPT[:6]
+    assert computed(engine, "a", prompt, params) == 0
+    answer = alone(prompt, params, has_states=True)
+    assert computed(engine, "b", [*prompt, *answer, 3, 4], params) == 16  # the last is not computed
+
+
+def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
+    engine = null_engine(state_slots=16, enable_prefix_caching=False)
     for name in "ab":
-        submit(engine, name, PROMPT)
-        assert tokens(run(engine)[name]) == alone(PROMPT, has_states=True)
-    assert engine.stats().prefix_cache_hits == 0
+        assert computed(engine, name, PROMPT) == 0
+    assert blank(engine) == 16
 
 
-def test_without_prefix_caching_there_is_nothing_to_tell(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        null_engine(state_slots=16, enable_prefix_caching=False)
-    assert "prefix cache" not in caplog.text
+def test_who_does_not_read_the_cache_finds_no_state() -> None:
+    engine = null_engine(state_slots=16)
+    params = SamplingParams(temperature=0.0, max_tokens=5, skip_reading_prefix_cache=True)
+    for name in "ab":
+        assert computed(engine, name, PROMPT, params) == 0
+
+
+def test_requests_with_other_salts_share_no_state() -> None:
+    engine = null_engine(state_slots=16)
+    for name, salt, found in (("a", "x", 0), ("b", "y", 0), ("c", "x", 20)):
+        before = engine.stats().prefix_cache_hits
+        submit(engine, name, PROMPT, cache_salt=salt)
+        run(engine)
+        assert engine.stats().prefix_cache_hits - before == found
+
+
+def test_what_failed_while_it_was_sampled_is_not_gone_on_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = null_engine(state_slots=16)
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("sampling")
+
+    sampled = SamplingParams(temperature=1.0, seed=1, max_tokens=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling, "sample_positions", fail)
+        submit(engine, "a", PROMPT, sampled)
+        assert reasons(run(engine)["a"]) == ["error"]
+    assert blank(engine) == 16
+    assert computed(engine, "b", PROMPT) == 0
 
 
 def test_requests_that_yield_are_computed_again() -> None:

@@ -16,7 +16,8 @@ using onnxport::DeltaTokens;
 using onnxport::kMostKeySize;
 
 constexpr int64_t kTileTokens = 16;  // whose keys and queries stay in the nearest cache
-constexpr int kStateRows = 4;        // of a state, that go through registers at once
+// Rows of a state that go through registers at once: with two sums each, and what they change by.
+constexpr int kStateRows = Vec::kWidth == 16 ? 8 : 4;
 constexpr float kLengthEpsilon = 1e-6f;
 
 // A vector with zeros behind it, up to the padded size.

@@ -136,7 +136,7 @@ struct RowProduct {
   int64_t depth, rows, outputs, stride;
 };
 
-constexpr int64_t kConvChannels = 64;  // of a convolution, that a task has at most
+constexpr int64_t kConvChannels = 256;  // of a convolution, that a task has at most
 
 // Some channels of a sequence of a CausalConv.
 struct ConvPart {

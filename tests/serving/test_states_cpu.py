@@ -1,0 +1,129 @@
+"""Models with linear attention on the `cpu` provider: the same tokens however they are computed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport import LLM, SamplingParams
+from onnxport.errors import OptionError
+from onnxport.exporter.export import export_model
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.cpu.library import find_library
+from onnxport.serving.prompts import TokensPrompt
+from onnxport.serving.verify.verifier import Checks, Verifier
+from tests.conformance.make import export_options
+from tests.exporter import checkpoints
+
+_random = random.Random(5)
+SYSTEM = [_random.randrange(3, 160) for _ in range(48)]
+PROMPTS = [
+    SYSTEM,
+    [*SYSTEM, 9, 8, 7],
+    [*SYSTEM[:33], 5],
+    [7, 8, 9] * 11,
+    [_random.randrange(3, 160) for _ in range(70)],
+    [4],
+]
+PARAMS = [
+    SamplingParams(
+        temperature=float(index % 2), seed=index, max_tokens=30, ignore_eos=True, n=1 + index % 3
+    )
+    for index in range(len(PROMPTS))
+]
+# One in float32, where decomposed attention is exact, too; the other as it would be served.
+MADE = (("qwen3.5", "int4", "custom"), ("qwen3-next", "fp32", "decomposed"))
+
+
+@pytest.fixture(scope="module", params=MADE, ids=["-".join(one) for one in MADE])
+def artifact(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    case, precision, attention = request.param
+    if attention == "custom" and find_library() is None:
+        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
+    folder = tmp_path_factory.mktemp(case)
+    checkpoints.make(checkpoints.HYBRID[case], folder / "checkpoint")
+    options = export_options(precision)
+    return export_model(folder / "checkpoint", folder / "artifact", options), attention
+
+
+def answers(
+    artifact: tuple[Path, str], *, one_by_one: bool = False, again: bool = False, **options: Any
+) -> tuple[Any, Any, list[int]]:
+    """Tokens, statistics, and how many tokens of each prompt were cached."""
+    path, attention = artifact
+    chosen = {"provider": "cpu", "threads": 1, "matmul_accuracy_level": 1, "block_size": 16}
+    chosen |= {"attention": attention, "kv_cache_tokens": 1024, "max_num_seqs": 12}
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+    with LLM(path, **{**chosen, **options}) as llm:
+        if one_by_one:
+            pairs = zip(prompts, PARAMS, strict=True)
+            outputs = [llm.generate([prompt], params)[0] for prompt, params in pairs]
+        else:
+            outputs = llm.generate(prompts, PARAMS)
+        if again:
+            outputs = llm.generate(prompts, PARAMS)
+        llm._engine.check()
+        tokens = [[one.token_ids for one in output.outputs] for output in outputs]
+        return tokens, llm.stats(), [output.num_cached_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: tuple[Path, str]) -> Any:
+    return answers(artifact, one_by_one=True, enable_prefix_caching=False)[0]
+
+
+@pytest.mark.parametrize("seqs", [3, 12])
+def test_a_batch_in_chunks(artifact: tuple[Path, str], expected: Any, seqs: int) -> None:
+    assert answers(artifact, max_num_batched_tokens=24, max_num_seqs=seqs)[0] == expected
+
+
+def test_what_is_found_again(artifact: tuple[Path, str], expected: Any) -> None:
+    tokens, _, cached = answers(artifact, again=True)
+    assert tokens == expected
+    assert cached == [32, 48, 32, 32, 64, 0]
+
+
+def test_a_pool_that_is_too_small(artifact: tuple[Path, str], expected: Any) -> None:
+    tokens, stats, _ = answers(artifact, kv_cache_tokens=208)
+    assert tokens == expected
+    assert stats.num_preemptions > 0
+
+
+def test_beams_are_those_of_a_batch_alone(artifact: tuple[Path, str]) -> None:
+    path, attention = artifact
+    params = SamplingParams(n=3, use_beam_search=True, max_tokens=12, ignore_eos=True)
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS[:4]]
+    options: dict[str, Any] = {"provider": "cpu", "threads": 1, "attention": attention}
+    options |= {"kv_cache_tokens": 2048, "max_num_seqs": 12, "matmul_accuracy_level": 1}
+    with LLM(path, **options) as llm:
+        together = llm.generate(prompts, params)
+        alone = [llm.generate([prompt], params)[0] for prompt in prompts]
+    found, own = (
+        [[one.token_ids for one in output.outputs] for output in outputs]
+        for outputs in (together, alone)
+    )
+    assert found == own
+    assert len({tuple(one) for one in found[0]}) == 3
+
+
+def test_verify(artifact: tuple[Path, str]) -> None:
+    path, attention = artifact
+    options = LoadOptions(threads=1, attention=attention)  # type: ignore[arg-type]
+    report = Verifier(Artifact.read(path), options, Checks(speed=False)).verify("cpu")
+    assert (report.state, report.reason) == ("passed", "")
+    for mode in report.modes:
+        assert {one.name: (one.state, one.reason) for one in mode.variants} == dict.fromkeys(
+            ("batched", "chunked", "cached", "preempted"), ("passed", "")
+        )
+    assert {one.tokens.state for one in report.transfers} == {"skipped"}
+
+
+def test_what_does_not_go_with_states_is_refused(artifact: tuple[Path, str]) -> None:
+    with pytest.raises(OptionError, match=r"kv_host_memory .*; max_adapters .*\. Leave them out"):
+        LLM(artifact[0], provider="cpu", kv_host_memory=1 << 20, max_adapters=1)
