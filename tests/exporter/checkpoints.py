@@ -381,6 +381,8 @@ CASES: Mapping[str, Case] = {
         {
             "head_dim": 16,
             "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
             "n_shared_experts": 2,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
