@@ -210,8 +210,8 @@ def _latent_matrices(
         tuple(Part(tensor, rows, head * height + start, shape) for head in range(heads))
         for rows, start in ((keys, 0), (values, keys))
     ]
-    found["k_up"] = MatrixPlan(ups[0], latent.kv_rank, is_exact=True, by_rows=True)
-    found["v_up"] = MatrixPlan(ups[1], latent.kv_rank, is_exact=True, apart=True)
+    found["k_up"] = MatrixPlan(ups[0], latent.kv_rank, is_exact=True, apart=True)
+    found["v_up"] = MatrixPlan(ups[1], latent.kv_rank, is_exact=True, by_rows=True)
     return {role + name: one for name, one in found.items()}
 
 
