@@ -58,7 +58,7 @@ class Lane:
     rule: Rule | None = None  # None: by the types that the model computes and stores
     emulated: bool = False
     precisions: tuple[str, ...] = (*PRECISIONS, AWQ, MXFP4)
-    refused: tuple[str, ...] = ()  # families that the device's attention does not take
+    refused: tuple[str, ...] = ()  # families that the lane's attention does not take
 
     def look(self) -> Found:
         """What this machine has for it. This may start a device."""
@@ -130,7 +130,14 @@ def _device_lanes() -> list[Lane]:
     lanes.append(Lane("cuda-step-by-step", "cuda", step_by_step, precisions=("fp16", "int4")))
     replayed = {**options, "capture_graphs": True}
     lanes.append(
-        Lane("cuda-emulated-replayed", "cuda", replayed, emulated=True, precisions=("fp16", "int4"))
+        Lane(
+            "cuda-emulated-replayed",
+            "cuda",
+            replayed,
+            emulated=True,
+            precisions=("fp16", "int4"),
+            refused=LATENT_FAMILIES,  # steps of decomposed attention are not replayed
+        )
     )
     for name in registry.EMULATED:
         emulated = Lane(f"{name}-emulated", name, options, emulated=True)
