@@ -192,7 +192,7 @@ def _latent_matrices(
 
     These are products of a batch, one for each head, and stay floats: no operator has a batch of
     quantized ones. Of DeepSeek V3 they are 2 GB beside 350. Were those of keys in the queries'
-    projection, as they could be, that would have four times as many weights.
+    projection, as they could be, that would have three times as many weights.
     """
     heads, hidden = spec.num_heads, spec.hidden_size
     queries = heads * latent.query_size
