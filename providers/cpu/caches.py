@@ -3,11 +3,13 @@
 Our kernel stores float32, float16, bfloat16, int8 or int4, tiled; the decomposed graph float32, as
 the graph contract lays it out. Where the processor multiplies pairs of bfloat16, and products may
 be less precise than float32 anyway, a bfloat16 cache lies in pairs. What float16 cannot hold
-becomes the largest number that it can, on every way into a cache. Rows of latents, which are keys
-and values in one (`graphs.latent_spec`), lie in their order, in float32, float16, bfloat16 or int8. An int8 cache has a float32 scale
+becomes the largest number that it can, on every way into a cache. An int8 cache has a float32 scale
 for each token and KV head, of keys and of values: a 127th of the largest magnitude, so that nothing
 has to be calibrated and nothing is clipped. An int4 cache has what an int8 cache would have, in
 steps of its own for each 32 channels. The bytes of a token depend on that token alone.
+
+Rows of latents, which are keys and values in one (`graphs.latent_spec`), lie in their order
+whatever their type is, which is any of these but int4.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ DIAGONAL: Final = (
 SOFTWARE: Final = (*DIAGONAL, ("qwen2", AWQ), ("qwen3-moe", "int4"))
 # Attention of latents: what a device's own, and a cache of int4, do not have.
 LATENT: Final = (
-    ("deepseek-v2", "fp32"),
+    ("deepseek-v2", "fp16"),
     ("deepseek-v2-lite", "int4"),
     ("deepseek-v3", "fp16"),
-    ("glm4-moe-lite", "int8"),
+    ("glm4-moe-lite", "fp32"),
 )
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (

@@ -120,6 +120,7 @@ LATENT: Mapping[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
 LATENT_ROPE: Mapping[str, Any] = {
@@ -152,7 +153,13 @@ CASES: Mapping[str, Case] = {
     ),
     "deepseek-v3": Case(
         "deepseek_v3",
-        {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": LATENT_ROPE},
+        {
+            **LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": LATENT_ROPE,
+        },
         torch.bfloat16,
     ),
     "deepseek-v3-halves": Case(  # as Moonlight, but for what rotates with what
@@ -391,6 +398,8 @@ CASES: Mapping[str, Case] = {
         {
             "head_dim": 16,
             "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
             "n_shared_experts": 2,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,

@@ -38,6 +38,7 @@ def spec_of(folder: Path, case: str, **values: Any) -> ArchSpec:
     [
         *("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral"),
         *("olmoe", "qwen2_moe", "qwen3_moe", "solar_open"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     ],
 )
 def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:
@@ -48,6 +49,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: 
     written |= {  # what has no default that makes a model
         "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
         "glm4_moe": {"head_dim": 128},
+        "deepseek_v2": {"num_experts_per_tok": 2},
     }.get(family, {})
     (tmp_path / "config.json").write_text(json.dumps({**written, "model_type": family}))
     peer = AutoConfig.from_pretrained(tmp_path)
@@ -56,7 +58,10 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: 
     spec = configs.spec_of(Config.read(tmp_path))
     plan = plan_weights(spec, TensorNames())
     assert spec.rope.theta == peer.rope_parameters["rope_theta"]
-    assert spec.rope.rotary_dim == spec.head_size * (0.5 if family == "glm4_moe" else 1)
+    if spec.latent is None:
+        assert spec.rope.rotary_dim == spec.head_size * (0.5 if family == "glm4_moe" else 1)
+    else:
+        assert spec.attention_scale == pytest.approx(peer.qk_head_dim**-0.5)
     assert spec.tie_word_embeddings == peer.tie_word_embeddings
     assert set(spec.sliding_window) == {None}
     assert spec.experts is not None
@@ -156,7 +161,6 @@ def test_published_files_are_understood(name: str) -> None:
     [
         ("dots1", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
         ("glm4-moe", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
-        ("glm4-moe", {"n_group": 8}, "n_group is 8"),
         ("dots1", {"moe_layer_freq": 2}, "moe_layer_freq is 2; supported is 1"),
         ("solar-open", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
         ("qwen3-moe-window", {"max_window_layers": 1}, "max_window_layers = 1 say otherwise"),
@@ -169,6 +173,23 @@ def test_what_would_compute_something_else_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=re.escape(message)):
         spec_of(tmp_path, case, **changes)
+
+
+def test_groups_of_experts_are_read(tmp_path: Path) -> None:
+    def groups(**values: Any) -> tuple[int | None, ...]:
+        experts = spec_of(tmp_path, "glm4-moe", **values).experts
+        assert experts is not None
+        return experts.groups, experts.groups_per_token, experts.group_best
+
+    assert groups() == (None, None, None)
+    assert groups(n_group=4, topk_group=2) == (4, 2, 2)
+    assert groups(n_group=4, topk_group=4) == (None, None, None)  # all of them
+    with pytest.raises(CheckpointError, match="8 experts cannot be 3 equal groups"):
+        groups(n_group=3, topk_group=2)
+    with pytest.raises(CheckpointError, match="a group's 1 experts 2 say so"):
+        groups(n_group=8, topk_group=4)
+    with pytest.raises(CheckpointError, match="given to 3 experts, of 1 groups of 2"):
+        groups(n_group=4, topk_group=1)
 
 
 def test_layers_of_qwen3_moe_have_a_window_all_or_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Latent rows: right with every instruction set, in any batch, chunk and division to the same bits."""
+"""Latent rows: right with every instruction set, to the same bits in any batch and chunks."""
 
 from __future__ import annotations
 

@@ -300,13 +300,14 @@ static void attend_keys_amx(const Rows& rows, int64_t first, int64_t last, const
   auto* copies = reinterpret_cast<typename Type::Element*>(scratch.value);
   float* products = scratch.value + kChunk * rows.padded_size / 2;
   alignas(64) constexpr float kNoScales[kTile] = {};
-  if constexpr (kAhead) ask_for_first<Type>(rows, first);
+  if (kAhead || p.latent) ask_for_first<Cached>(rows, first);
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Type> tiles;
     if constexpr (has_scales<Type>())
       for (int i = 0; i < kTilesPerChunk; i++) tiles.value_scale[i] = kNoScales;
-    if constexpr (is_packed<Cached>()) clear_ahead(tiles);
+    if constexpr (MadeTiles<Cached>::kAre) clear_ahead(tiles);
+    if (p.latent) look_ahead<Cached>(rows, base, end, tiles.ahead);
     load_tiles<Cached, true>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
     if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles.ahead);
     RegisterChunk<Type, kAhead> chunk{rows,        base,   begin,    end,   tiles, state,

@@ -181,14 +181,14 @@ template <class Type>
 struct CachedTiles {
   const Problem& p;
   const int32_t* table;
-  int64_t head, begin, end;
+  int64_t head, begin, end;  // of a cache whose blocks are no whole tiles, as latent ones, nothing
 
   CachedTiles(const Problem& problem, int64_t sequence, int64_t kv_head, const KeyRange& keys)
       : p(problem),
         table(p.block_table + sequence * p.table_width),
         head(kv_head),
         begin(keys.first / kTile * kTile),
-        end(keys.last) {}
+        end(problem.block_size % kTile == 0 ? keys.last : 0) {}
 
   bool has(int64_t token) const { return begin <= token && token < end; }
 
@@ -202,7 +202,7 @@ struct CachedTiles {
     const int64_t bytes = kTile * row_elements<Type>(p.head_size) *
                           static_cast<int64_t>(sizeof(typename Type::Element));
     prefetch_bytes(static_cast<const char*>(p.key_cache) + at(token), bytes);
-    prefetch_bytes(static_cast<const char*>(p.value_cache) + at(token), bytes);
+    if (!p.latent) prefetch_bytes(static_cast<const char*>(p.value_cache) + at(token), bytes);
   }
 };
 
@@ -249,12 +249,12 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
                         const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
   const int32_t* table = p.block_table + rows.block.sequence * p.table_width;
-  constexpr bool kAsksLater = kAhead && !is_packed<Type>();  // else load_tiles() does
+  constexpr bool kAsksLater = kAhead && !MadeTiles<Type>::kAre;  // else load_tiles() does
   if constexpr (kAhead) ask_for_first<Type>(rows, first);
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Out> tiles;
-    if constexpr (is_packed<Type>()) clear_ahead(tiles);
+    if constexpr (MadeTiles<Type>::kAre) clear_ahead(tiles);
     if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles.ahead);
     load_tiles<Type, kIsTiled>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
     const Chunk<Out, kAsksLater> chunk{rows, base, end, tiles, state, scores};
@@ -276,12 +276,13 @@ namespace {
 
 // All query heads share what a chunk's tiles are made of, so that few rows are many enough.
 static inline AttendKeys attend_latent_for(const Problem& p) {
-  if (p.cache_layout == kPaired) return attend_keys<Latent<PairedBFloat16>, true, PairedBFloat16>;
+  if (p.cache_layout == kPaired)
+    return attend_keys<Latent<PairedBFloat16>, true, PairedBFloat16, true>;
   switch (p.cache_type) {
-    case kFloat16: return attend_keys<Latent<Float16>, true>;
-    case kBFloat16: return attend_keys<Latent<BFloat16>, true>;
-    case kInt8: return attend_keys<Latent<Int8>, true, Int8>;
-    default: return attend_keys<Latent<Float32>, true>;
+    case kFloat16: return attend_keys<Latent<Float16>, true, Float32, true>;
+    case kBFloat16: return attend_keys<Latent<BFloat16>, true, Float32, true>;
+    case kInt8: return attend_keys<Latent<Int8>, true, Int8, true>;
+    default: return attend_keys<Latent<Float32>, true, Float32, true>;
   }
 }
 

@@ -95,6 +95,16 @@ constexpr bool is_packed<Int4>() {
   return true;
 }
 
+// Whether tiles are made of what is read, each time: what is read next is asked for meanwhile.
+template <class Type>
+struct MadeTiles {
+  static constexpr bool kAre = is_packed<Type>();
+};
+template <class Type>
+struct MadeTiles<Latent<Type>> {
+  static constexpr bool kAre = true;
+};
+
 // How many neighbours in a product lie side by side.
 template <class Type>
 constexpr int neighbours() {

@@ -31,9 +31,14 @@ struct LatentRows {
 };
 
 // As transpose_tile(), for any number of units of as many bits as a float, which end with their rows.
-static inline void turn_over(const float* const* rows, int64_t units, float* out) {
+// What is so many bytes further on than these is asked for meanwhile; 0: nothing.
+static inline void turn_over(const float* const* rows, int64_t units, int64_t ahead, float* out) {
   const int64_t whole = units / Vec::kWidth * Vec::kWidth;
-  transpose_tile(rows, whole, out);
+  for (int64_t d = 0; d < whole; d += Vec::kWidth) {
+    for (int t = 0; t < kTile; t += Vec::kWidth) Vec::transpose(rows + t, d, out + d * kTile + t);
+    if (ahead && d % 16 == 0)
+      for (int t = 0; t < kTile; t++) prefetch_ahead(rows[t] + d, ahead);
+  }
   for (int64_t d = whole; d < units; d++)
     for (int t = 0; t < kTile; t++) memcpy(out + d * kTile + t, rows[t] + d, sizeof *out);
 }
@@ -71,12 +76,15 @@ struct TileSource<Latent<Type>, true> {
       } else {
         rows[t] = values + t * size;
       }
+      if (const int64_t ahead = out.ahead[i])
+        prefetch_bytes(reinterpret_cast<const char*>(cached.row[t]) + ahead,
+                       size * static_cast<int64_t>(sizeof(Element)));
       decode(Type{}, cached.row[t], size, values + t * size);
     }
     if constexpr (is_float32<Type>())
       if (cached.in_one_block) out.value[i] = cached.row[from] - from * size;
     float* keys = scratch.key + i * kTile * size;
-    transpose_tile(rows, size, keys);
+    turn_over(rows, size, is_float32<Type>() ? out.ahead[i] : 0, keys);
     out.key[i] = keys;
   }
 
@@ -90,7 +98,7 @@ struct TileSource<Latent<Type>, true> {
     auto* values = reinterpret_cast<Element*>(scratch.value) + i * kTile * p.value_size;
     const float* rows[kTile];
     for (int t = 0; t < kTile; t++) rows[t] = reinterpret_cast<const float*>(cached.row[t]);
-    turn_over(rows, units, keys);
+    turn_over(rows, units, out.ahead[i], keys);
     for (int t = 0; t < kTile; t += kSide)
       interleave(cached.row + t, p.value_size, values + t * p.value_size);
     out.key[i] = reinterpret_cast<const Element*>(keys);
