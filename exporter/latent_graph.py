@@ -11,6 +11,7 @@ from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.tensors import TensorRef
 
 
 def attend_latents(
@@ -44,13 +45,13 @@ def attend_latents(
     heads, rank = spec.num_heads, latent.kv_rank
     apart = ops.reshape(g, queries, (0, heads, latent.query_size), "q.heads")
     plain, turning = _split(g, apart, (latent.nope_size, latent.rope_size), "q.split")
-    keys = weights.matrices[f"{role}.k_up"].weight
-    keys = keys.view(keys.name, (heads, latent.nope_size, rank))
-    found = _by_head(g, plain, g.weight(keys), "k_up")
+    found = _by_head(g, plain, weights.matrices[f"{role}.k_up"].weight, "k_up")
     query = g.node("Concat", [found, turning], name="query", axis=-1)
     query = ops.reshape(g, query, (0, heads * latent.row_size), "query.join")
     mixed = ops.reshape(g, attend(layer, (query, row)), (0, heads, rank), "latents.heads")
-    values = _by_head(g, mixed, g.weight(weights.matrices[f"{role}.v_up"].weight), "v_up")
+    stored = weights.matrices[f"{role}.v_up"].weight
+    stored = stored.view(stored.name, (heads, latent.value_size, rank))
+    values = _by_head(g, mixed, stored, "v_up")
     return ops.reshape(g, values, (0, spec.attended_size), "v.join")
 
 
@@ -78,9 +79,13 @@ def _projected(
     return first, row
 
 
-def _by_head(g: GraphBuilder, x: str, matrices: str, name: str) -> str:
-    """X [num_tokens, heads, K] by a matrix [K, N] of each head; [num_tokens, heads, N]."""
+def _by_head(g: GraphBuilder, x: str, stored: TensorRef, name: str) -> str:
+    """Numbers [num_tokens, heads, K] by matrices [heads, N, K]; [num_tokens, heads, N].
+
+    A runtime without an operator for it turns the matrices once, when it loads them.
+    """
     rows = g.node("Transpose", [x], name=f"{name}.rows", perm=[1, 0, 2])
+    matrices = g.node("Transpose", [g.weight(stored)], name=f"{name}.turned", perm=[0, 2, 1])
     products = g.node("MatMul", [rows, matrices], name=name)
     return g.node("Transpose", [products], name=f"{name}.tokens", perm=[1, 0, 2])
 

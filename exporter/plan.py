@@ -192,7 +192,7 @@ def _latent_matrices(
 
     These are products of a batch, one for each head, and stay floats: no operator has a batch of
     quantized ones. Of DeepSeek V3 they are 2 GB beside 350. Were those of keys in the queries'
-    projection, as they could be, that would have four times as many weights.
+    projection, as they could be, that would have three times as many weights.
     """
     heads, hidden = spec.num_heads, spec.hidden_size
     queries = heads * latent.query_size
@@ -210,8 +210,8 @@ def _latent_matrices(
         tuple(Part(tensor, rows, head * height + start, shape) for head in range(heads))
         for rows, start in ((keys, 0), (values, keys))
     ]
-    found["k_up"] = MatrixPlan(ups[0], latent.kv_rank, is_exact=True, by_rows=True)
-    found["v_up"] = MatrixPlan(ups[1], latent.kv_rank, is_exact=True, apart=True)
+    found["k_up"] = MatrixPlan(ups[0], latent.kv_rank, is_exact=True, apart=True)
+    found["v_up"] = MatrixPlan(ups[1], latent.kv_rank, is_exact=True, by_rows=True)
     return {role + name: one for name, one in found.items()}
 
 

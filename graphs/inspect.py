@@ -45,6 +45,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "Gelu",
         "Gemm",
         "GroupQueryAttention",
+        "HeadProducts",
         "Identity",
         "MatMul",
         "MatMulNBits",

@@ -22,6 +22,7 @@ from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp, zero_point_bytes
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.group_tables import group_tables
+from onnxport.graphs.passes.head_products import head_product_weights, use_head_products
 from onnxport.graphs.passes.hidden_states import tell_hidden_states, tell_when_asked
 from onnxport.graphs.passes.input_norm import fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
@@ -100,7 +101,9 @@ def lower(
     step = split_experts(step.model, is_split, made)
     yield step
     stored = step.model
-    floats = float_expert_weights(stored) if is_native else frozenset()
+    floats: frozenset[str] = frozenset()
+    if is_native:
+        floats = float_expert_weights(stored) | head_product_weights(stored)
     step = retype(stored, artifact.read_tensor, kept=floats)
     yield step
     if options.hidden_layers:
@@ -117,6 +120,8 @@ def lower(
             step = tell_when_asked(step.model)
             yield step
         step = use_float_experts(step.model)
+        yield step
+        step = use_head_products(step.model)
         yield step
         step = fuse_gated_silu(step.model)
         yield step

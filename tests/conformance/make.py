@@ -35,7 +35,6 @@ LATENT: Final = (
     ("deepseek-v2-lite", "int4"),
     ("deepseek-v3", "fp16"),
     ("glm4-moe-lite", "fp32"),
-    ("glm4-moe-lite", "int8"),
 )
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (

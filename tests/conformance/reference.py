@@ -41,10 +41,10 @@ class ArtifactWeights:
             if bias is None:
                 return product
             return product + bias.reshape(len(bias), -1, 2).swapaxes(1, 2).ravel()
-        if role.endswith(".k_up"):  # [heads, N of a head, K]
-            product = x @ weight.reshape(-1, x.shape[-1]).astype(np.float32).T
-        elif role.endswith(".v_up"):  # [heads, K, N of a head]
+        if role.endswith(".k_up"):  # of each head, as queries are multiplied with it: [heads, K, N]
             product = x @ weight.swapaxes(0, 1).reshape(x.shape[-1], -1).astype(np.float32)
+        elif role.endswith(".v_up"):  # [heads, N, K]
+            product = x @ weight.reshape(-1, x.shape[-1]).astype(np.float32).T
         elif weight.ndim == 2:  # [K, N]
             product = x @ weight.astype(np.float32)
         else:  # quantized: [N, blocks, bytes]

@@ -80,6 +80,10 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
     spec = configs.spec_of(Config.read(tmp_path))
     assert spec.family == case.family
     peer = peer.get_text_config()
+    if spec.latent is not None:
+        assert spec.latent.query_size == peer.qk_head_dim
+        assert spec.attended_size == peer.num_attention_heads * peer.v_head_dim
+        return
     assert spec.num_kv_heads == peer.num_key_value_heads
     width = peer.hidden_size // peer.num_attention_heads
     assert spec.head_size == (getattr(peer, "head_dim", None) or width)

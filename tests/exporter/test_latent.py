@@ -259,8 +259,8 @@ def test_what_each_head_has_of_its_own_stays_in_floats(tmp_path: Path, precision
     keys, values = (
         artifact.read_tensor(stored[f"layers.1.{name}.weight"]) for name in ("k_up", "v_up")
     )
-    np.testing.assert_array_equal(keys, heads[:, : spec.latent.nope_size])
-    np.testing.assert_array_equal(values, heads[:, spec.latent.nope_size :].swapaxes(1, 2))
+    np.testing.assert_array_equal(keys, heads[:, : spec.latent.nope_size].swapaxes(1, 2))
+    np.testing.assert_array_equal(values, heads[:, spec.latent.nope_size :])
     is_quantized = precision in ("int4", "int8")
     for name in ("qkv", "q_b", "o"):
         assert (f"layers.1.{name}.scales" in stored) == is_quantized

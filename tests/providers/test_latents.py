@@ -89,3 +89,16 @@ def test_rows_come_back_from_disk(artifact: Artifact, tmp_path: Path, dtype: str
         model.close()
     assert [one.stats.num_blocks_loaded > 0 for one in outcomes] == [False, True]
     assert outcomes[0].tokens == outcomes[1].tokens
+
+
+def test_a_lowered_graph_is_kept(artifact: Artifact, tmp_path: Path) -> None:
+    """With weights of heads that are read as they are stored, another start finds it whole."""
+    if find_library() is None:
+        pytest.skip("the C++ kernel was not built")
+    found = []
+    for _ in range(2):
+        model = registry.get_provider("cpu").load(artifact, options(graph_cache=tmp_path))
+        found.append(serve(model).tokens)
+        model.close()
+    assert any(tmp_path.iterdir())
+    assert found[0] == found[1]

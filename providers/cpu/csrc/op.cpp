@@ -109,6 +109,9 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
       float_experts_operator(),
       float_experts_half_operator(),
       float_experts_bfloat16_operator(),
+      head_products_operator(),
+      head_products_half_operator(),
+      head_products_bfloat16_operator(),
       states_operator()};
   return guarded(api, [&] {
     // The runtime keeps pointers to the domain and the operators; neither is ever freed.

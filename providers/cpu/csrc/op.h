@@ -54,6 +54,9 @@ ort::CustomOp experts_fp4_operator();             // scales in E8M0
 ort::CustomOp float_experts_operator();           // weights in float32
 ort::CustomOp float_experts_half_operator();      // weights in float16
 ort::CustomOp float_experts_bfloat16_operator();  // weights in bfloat16
+ort::CustomOp head_products_operator();           // weights in float32
+ort::CustomOp head_products_half_operator();      // weights in float16
+ort::CustomOp head_products_bfloat16_operator();  // weights in bfloat16
 ort::CustomOp gated_silu_operator();
 ort::CustomOp gated_gelu_operator();
 ort::CustomOp lora_operator();       // adapters in float32
