@@ -37,7 +37,7 @@ from onnxport.providers.cpu.choices import (
 )
 from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
-from onnxport.providers.hidden_states import check_hidden_layers
+from onnxport.providers.hidden_states import check_hidden_layers, final_features
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import (
     CPU,
@@ -230,6 +230,7 @@ def _capabilities(
         summarizes_logits=contract.SUMMARY_SCALES in inputs,
         windows=groups.windows,
         features=check_hidden_layers(artifact, options),
+        final_features=final_features(artifact, options),
     )
 
 
