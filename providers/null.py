@@ -49,6 +49,7 @@ class NullOptions:
     # gets other tokens.
     takes_exact_logits: bool = False
     rounds_anew: bool = False  # that it says so of itself
+    final_features: int = 0  # numbers of each token that it tells, hashes as the logits are
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
     transfer_fails: Callable[[int], bool] = field(default=lambda transfer: False)
@@ -108,6 +109,8 @@ class NullModel:
             rounds_anew=options.rounds_anew,
             windows=self._tables,
             int8_products=options.int8_products,
+            features=options.final_features,
+            final_features=options.final_features,
         )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
@@ -148,6 +151,8 @@ class NullModel:
             stored = min(group, len(tables) - 1)
             tokens = self._seen(tables[stored], past, past + new, window)
             hashes += _hashes(tokens + ((group - stored) << MARK_BITS), window)
+        if inputs.hidden_states is not None and self.options.final_features:
+            inputs.hidden_states[:] = self._states(hashes[rows, positions])
         at = inputs.logits_indices
         logits = self._logits(hashes[rows[at], positions[at]])
         if inputs.exact_logits is not None and self.options.takes_exact_logits:
@@ -254,6 +259,12 @@ class NullModel:
             f"{stored[tuple(wrong[0])]}"
         )
         return np.where(seen, tokens, -1)
+
+    def _states(self, hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
+        """Return states in [-1, 1), float32 [num_tokens, final_features]."""
+        places = _mix(np.arange(self.options.final_features, dtype=np.uint64))
+        bits = _mix(_mix(hashes)[:, None] ^ places)
+        return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
 
     def _logits(self, hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
         """Return logits in [0, 8), float32 [num_logits, vocab]."""

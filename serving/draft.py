@@ -281,6 +281,8 @@ class Draft:
         ends = zip(self.requests, self.num_past, self.num_new, strict=True)
         for row, (request, past, new) in enumerate(ends):
             beyond = past + new - len(request.tokens)
+            if request.pooler is not None:  # it gets no token
+                beyond = -1
             if beyond >= 0:
                 sampled.append(row)
             num_logits.append(new if request.scores_missing else max(0, 1 + beyond))

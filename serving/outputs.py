@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error", "timeout"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -103,6 +107,8 @@ class CompletionDelta:
     # Of a beam search, on the last delta, which is the only one; -inf: there are fewer texts than
     # were asked for, and this one is not. Else None.
     cumulative_logprob: float | None = None
+    # Of a prompt that is embedded, on the last delta, which is the only one: float32 [dimensions].
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def is_missing(self) -> bool:

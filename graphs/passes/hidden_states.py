@@ -75,8 +75,10 @@ def tell_hidden_states(
     copy.graph.output.append(
         onnx.helper.make_tensor_value_info(contract.HIDDEN_STATES, TensorProto.FLOAT, dims)
     )
-    counts = {"layers that tell what they read": len(layers), "final norms that tell": int(final)}
-    return PassResult("hidden_states", copy, {what: count for what, count in counts.items() if count})
+    changes = {"layers that tell what they read": len(layers)} if layers else {}
+    if final:
+        changes["final norms that tell"] = 1
+    return PassResult("hidden_states", copy, changes)
 
 
 def _cast(model: onnx.ModelProto, value: str, name: str) -> str:
