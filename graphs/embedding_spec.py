@@ -10,6 +10,7 @@ from onnxport.errors import ArtifactError
 from onnxport.graphs.fields import check_fields, construct, is_a, require
 
 Pooling = Literal["last", "mean"]
+Dimensions = Literal["any"] | tuple[int, ...]  # that vectors may be cut to (Matryoshka)
 POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
 
 

@@ -19,7 +19,7 @@ from onnxport.serving.limits import beams_total, max_total_tokens, token_array
 from onnxport.serving.logprob_limits import check_total, with_counts
 from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.pooling import Embedder, Pooler, PoolingParams
+from onnxport.serving.pooling import NO_EMBEDDINGS, Embedder, Pooler, PoolingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import SequenceRules, check_ids, logit_rules
 from onnxport.serving.structured.cache import GrammarCompiler
@@ -185,9 +185,7 @@ class Intake:
         """Return a request for a vector of its prompt; see `Engine.prepare_embedding`."""
         embedder = self.embedder
         if embedder is None:
-            raise RequestError(
-                "this server makes no embeddings; start it with --embeddings (LLM(embeddings=True))"
-            )
+            raise RequestError(NO_EMBEDDINGS)
         limits, max_num_seqs = self._sizes
         embedder.check(params, limits.final_features)
         # Nothing is drawn. What is cached tells nothing of the tokens that it holds.

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast
 
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
+from onnxport.graphs.embedding_spec import Dimensions, Pooling
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
@@ -47,6 +48,9 @@ class EngineOptions(TypedDict, total=False):
     max_host_adapters: int | None
     max_logprobs: int | None
     logprobs_mode: LogprobsMode
+    embeddings: bool | None
+    pooling: Pooling | None
+    matryoshka_dimensions: Dimensions | None
 
 
 class LLM:

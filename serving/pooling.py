@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
-from onnxport.graphs.embedding_spec import EmbeddingSpec, Pooling
+from onnxport.graphs.embedding_spec import Dimensions, EmbeddingSpec, Pooling
 
 if TYPE_CHECKING:
     from onnxport.serving.draft import StepPlan
     from onnxport.serving.request import Request
 
 Floats = NDArray[np.float32]
-Dimensions = Literal["any"] | tuple[int, ...]  # that vectors may be cut to
 
 # What vLLM does where neither checkpoint nor user say.
 DEFAULT_POOLING: Final[Pooling] = "last"
 DEFAULT_NORMALIZED: Final = True
+NO_EMBEDDINGS: Final = (
+    "this server makes no embeddings; start it with --embeddings (LLM(embeddings=True))"
+)
 
 
 @dataclass(frozen=True, slots=True)
