@@ -84,6 +84,27 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]  # numbers of float32; none where it failed
+    error: str | None = None  # why it failed
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """What became of a prompt that was to be embedded."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int  # prompt tokens whose K/V were not computed for this request
+    metrics: RequestMetrics
+
+
 @dataclass(slots=True)
 class CompletionDelta:
     """What one engine step added to one sequence; the unit of streaming. Not to be changed.

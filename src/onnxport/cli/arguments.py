@@ -110,7 +110,8 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add what decides how an artifact is loaded."""
+    """Add what decides how an artifact is loaded, for nothing but texts that are generated."""
+    parser.set_defaults(embeddings=False)  # `add_embedding_options` changes that
     group = parser.add_argument_group("device")
     group.add_argument("--provider", default="auto", help="auto (default), cpu, …; see `devices`")
     group.add_argument(
@@ -202,10 +203,8 @@ def add_choice_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, embeds: bool = False) -> None:
-    """Add the limits of continuous batching; a command that never `embeds` loads nothing for it."""
-    if not embeds:
-        parser.set_defaults(embeddings=False)
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the limits of continuous batching."""
     group = parser.add_argument_group("batching")
     group.add_argument(
         "--max-num-seqs", type=positive, metavar="N", help="most requests that run at once"
@@ -270,8 +269,7 @@ def add_embedding_options(parser: argparse.ArgumentParser, *, is_choice: bool = 
             action=argparse.BooleanOptionalAction,
             help="embed texts, too, for /v1/embeddings (on where the checkpoint is made for that)",
         )
-    else:
-        parser.set_defaults(embeddings=True)
+    parser.set_defaults(embeddings=None if is_choice else True)
     group.add_argument(
         "--pooling",
         choices=POOLINGS,

@@ -168,7 +168,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_tls_options(parser)
     add_load_options(parser)
     add_choice_options(parser)
-    add_engine_options(parser, embeds=True)
+    add_engine_options(parser)
     add_embedding_options(parser)
     add_queue_options(parser)
     add_cache_options(parser)
