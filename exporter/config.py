@@ -221,6 +221,19 @@ class Config:
             )
 
 
+def check_causal(config: Config) -> None:
+    """Refuse a model whose tokens see those behind them, as some have that embed text.
+
+    Raises UnsupportedModelError.
+    """
+    for key, value in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if (found := config.get(key, object, value)) != value:
+            raise UnsupportedModelError(
+                f"{config.path}: {key} is {found!r}, so that tokens see those behind them, as in "
+                "some models that embed text; supported is causal attention."
+            )
+
+
 def context_within(config: Config, end: int, asked: int | None, what: str, beyond: str) -> int:
     """The context length of a model that is supported up to `end` tokens alone; a warning says so.
 
@@ -292,6 +305,7 @@ def decoder_spec(
         CheckpointError: A key is missing, of a wrong type, or contradicts another.
         UnsupportedModelError: A value that is not supported.
     """
+    check_causal(config)
     hidden_size = config.require("hidden_size", int)
     num_heads = config.require("num_attention_heads", int)
     num_layers = config.require("num_hidden_layers", int)

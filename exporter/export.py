@@ -13,6 +13,7 @@ from onnxport.exporter import genai, golden
 from onnxport.exporter.checkpoint import MXFP4, Checkpoint, to_float32
 from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import gqa_graph, paged_graph
+from onnxport.exporter.embedding import embeds_only
 from onnxport.exporter.families import find_family
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.families.eagle3 import is_head
@@ -44,6 +45,7 @@ from onnxport.exporter.source import (
 )
 from onnxport.exporter.weights import StreamingWeights, block_of
 from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
+from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.spec import ArchSpec
@@ -90,6 +92,7 @@ def export_model(
         spec = family.spec(config, options.context_length)
         further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
         origin.check_weights()
+        embedding = origin.embedding(spec)
         config.check_all_used(family.name)
         files = origin.files() if options.tokenizer is None else Path(options.tokenizer)
         check_tokenizer(files)
@@ -103,7 +106,13 @@ def export_model(
             names = replace(names, further=(*names.further, *map(names.layer.format, further)))
             if family.head_tells and not config.has("tie_word_embeddings"):
                 spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
-            job = _Job(folder, files, spec, names, tokens, config)
+            if embeds_only(config, embedding, spec, names, checkpoint.names):
+                spec = replace(spec, tie_word_embeddings=True)  # which nobody reads
+                embedding = replace(embedding or EmbeddingSpec(), only=True)
+                logger.warning(
+                    "%s has no head, so the artifact embeds texts and generates none", folder.path
+                )
+            job = _Job(folder, files, spec, names, tokens, config, embedding)
             return _export(job, checkpoint, Path(destination), options, progress)
 
 
@@ -117,6 +126,7 @@ class _Job:
     names: TensorNames
     tokens: SpecialTokens
     config: Config
+    embedding: EmbeddingSpec | None
 
 
 def _export(
@@ -156,7 +166,7 @@ def _export(
         _write_small_files(writer, job.files, spec, job.tokens)
         manifest = _manifest(spec, options, job.tokens, job.folder)
         moved = weights.stored.have_zero_points or None
-        return writer.commit(replace(manifest, zero_points=moved))
+        return writer.commit(replace(manifest, zero_points=moved, embedding=job.embedding))
 
 
 def preferred_precision(folder: CheckpointFolder) -> str:

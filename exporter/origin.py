@@ -10,12 +10,14 @@ from typing import Final, Self
 
 from onnxport.exporter.checkpoint import Checkpoint
 from onnxport.exporter.config import Config
+from onnxport.exporter.embedding import read_embedding
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.gguf.model import GgufModel
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, fetch_weights
 from onnxport.exporter.quantization import Quantization, read_quantization
 from onnxport.exporter.source import END, named_ids
+from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.spec import ArchSpec
 
 DEFAULT_PRECISION: Final = "int4"
@@ -89,6 +91,10 @@ class FolderOrigin:
         found = family.names_in(checkpoint.names)
         return replace(found, ignored=(*found.ignored, *self._quantization.ignored))
 
+    def embedding(self, spec: ArchSpec) -> EmbeddingSpec | None:
+        """What is said of embeddings. Raises CheckpointError or UnsupportedModelError."""
+        return read_embedding(self.config, self.folder.path, spec)
+
 
 class GgufOrigin:
     """A GGUF file, of a split one the first.
@@ -138,6 +144,10 @@ class GgufOrigin:
     def names(self, family: Family, checkpoint: Checkpoint) -> TensorNames:
         """What its tensors are called."""
         return self._model.names
+
+    def embedding(self, spec: ArchSpec) -> EmbeddingSpec | None:
+        """What is said of embeddings."""
+        return self._model.embedding
 
 
 Origin = FolderOrigin | GgufOrigin

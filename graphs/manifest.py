@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from onnxport.errors import ArtifactError
+from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.fields import check_fields, with_nulls, without_nulls
 from onnxport.graphs.spec import ArchSpec
 from onnxport.version import __version__
@@ -54,6 +55,7 @@ class Manifest:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    embedding: EmbeddingSpec | None = None  # None: nothing is known of embeddings
     files: Mapping[str, FileInfo] = field(default_factory=dict)  # ArtifactWriter fills it
     exporter_version: str = __version__
     format_version: int = FORMAT_VERSION
@@ -98,6 +100,7 @@ class Manifest:
             "eos_token_ids": list(self.eos_token_ids),
             "bos_token_id": self.bos_token_id,
             "pad_token_id": self.pad_token_id,
+            "embedding": None if self.embedding is None else self.embedding.to_json(),
             "model": self.model.to_json(),
             "files": {
                 name: {"sha256": info.sha256, "size": info.size}
@@ -127,6 +130,8 @@ class Manifest:
             raise ArtifactError(f"manifest.json: eos_token_ids must be integers, are {tokens}")
         fields["source"] = Source(**source)
         fields["model"] = ArchSpec.from_json(fields["model"])
+        if fields["embedding"] is not None:
+            fields["embedding"] = EmbeddingSpec.from_json(fields["embedding"])
         fields["eos_token_ids"] = tuple(tokens)
         fields["files"] = {
             name: FileInfo(**check_fields(f"files[{name!r}]", info, _FILE_FIELDS))
@@ -152,11 +157,12 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "eos_token_ids": (list,),
     "bos_token_id": _INT_OR_NULL,
     "pad_token_id": _INT_OR_NULL,
+    "embedding": (dict, type(None)),
     "model": (dict,),
     "files": (dict,),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("expert_precision", "zero_points")
+_LATER: Final = ("expert_precision", "zero_points", "embedding")
 _SOURCE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "name": (str,),
     "revision": (str, type(None)),

@@ -151,6 +151,7 @@ class LoadOptions:
     # Layers, from 0: `run` tells what these read of the residual stream, see
     # `StepInputs.hidden_states`.
     hidden_layers: tuple[int, ...] = ()
+    final_states: bool = False  # `run` tells what the final norm makes of a token, behind these
     # States of sequences that a model with linear attention is to have room for, see
     # `Capabilities.state_slots`; None: as many as the provider likes. It may give fewer, where
     # there is no memory for more. Other models have none, whatever is asked for.
@@ -177,7 +178,7 @@ class LoadOptions:
             raise ProviderError(
                 f"hidden_layers are {list(layers)}; they must be distinct layers, numbered from 0"
             )
-        for name in ("coarse_head", "hybrid_kv_cache"):
+        for name in ("coarse_head", "hybrid_kv_cache", "final_states"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ProviderError(f"{name} is {value!r}; give true or false")
@@ -295,6 +296,7 @@ class Capabilities:
     # own included; None: all. Blocks behind a window may be given to others.
     windows: tuple[int | None, ...] = (None,)
     features: int = 0  # numbers of each token that `run` tells by StepInputs.hidden_states; 0: none
+    final_features: int = 0  # the last of these, which the final norm has made; 0: it tells none
     int8_products: bool = False  # products of quantized weights may round activations to int8
     # Whether a token that joins a block of the cache lets those before it be rounded anew, so that
     # one which is overwritten afterwards leaves a trace in them.
@@ -342,7 +344,8 @@ class StepInputs:
     # `Capabilities.windows`. Entries that no query of the step sees may be any block.
     more_block_tables: tuple[NDArray[np.int32], ...] = ()
     # [num_tokens, Capabilities.features], which `run` writes: what LoadOptions.hidden_layers read
-    # of each token, side by side. None: nobody wants to know.
+    # of each token, side by side, and what LoadOptions.final_states asks for. None: nobody wants to
+    # know.
     hidden_states: NDArray[np.float32] | None = None
     # [batch], slots of states: the one that a row goes on from, 0 where it begins, and the one that
     # it leaves its state in after its last token. The latter are distinct, none is 0, and none is

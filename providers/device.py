@@ -33,7 +33,7 @@ from onnxport.providers.device_blocks import (
 from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
 from onnxport.providers.failures import reported
-from onnxport.providers.hidden_states import check_hidden_layers
+from onnxport.providers.hidden_states import check_hidden_layers, final_features
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -80,8 +80,9 @@ def load_on_device(
     tells = check_hidden_layers(artifact, options) > 0 or artifact.manifest.model.draft is not None
     if options.capture_graphs and tells:
         raise ProviderError(
-            "capture_graphs was asked for; hidden states, which a draft head reads and tells, are "
-            "not in steps that are replayed: leave it out, or guess by another method"
+            "capture_graphs was asked for; hidden states, which a draft head reads and tells, and "
+            "of which embeddings are made, are not in steps that are replayed: leave it out, or "
+            "guess by another method, and make no embeddings"
         )
     if options.capture_graphs and options.allowed_on_host:
         raise ProviderError(
@@ -244,6 +245,7 @@ def _capabilities(
         summarizes_logits=recipe.selects_logits,
         windows=lowering.groups.windows,
         features=check_hidden_layers(artifact, options),
+        final_features=final_features(artifact, options),
     )
 
 

@@ -110,9 +110,9 @@ class DeviceLowering:
         yield self._split
         step = self._retyped
         yield step
-        if options.hidden_layers:
-            spec = self._artifact.manifest.model
-            step = tell_hidden_states(step.model, options.hidden_layers, spec)
+        if options.hidden_layers or options.final_states:
+            spec, final = self._artifact.manifest.model, options.final_states
+            step = tell_hidden_states(step.model, options.hidden_layers, spec, final=final)
             yield step
         if recipe.joins_products:
             check_made(

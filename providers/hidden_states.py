@@ -37,13 +37,21 @@ def check_hidden_layers(artifact: Artifact, options: LoadOptions) -> int:
             f"hidden_layers are {list(options.hidden_layers)}; {artifact.path.name} has "
             f"{spec.num_layers} layers, numbered from 0"
         )
-    return len(options.hidden_layers) * spec.hidden_size
+    return len(options.hidden_layers) * spec.hidden_size + final_features(artifact, options)
+
+
+def final_features(artifact: Artifact, options: LoadOptions) -> int:
+    """Return how many of these the final norm makes."""
+    return artifact.manifest.model.hidden_size if options.final_states else 0
 
 
 def refuse_hidden_states(artifact: Artifact, options: LoadOptions, provider: str) -> None:
     """Raise ProviderError where a provider that knows none is asked for them."""
-    if options.hidden_layers or artifact.manifest.model.draft is not None:
+    tells = bool(options.hidden_layers) or options.final_states
+    if tells or artifact.manifest.model.draft is not None:
         what = "run draft heads" if artifact.manifest.model.draft else "tell hidden states"
+        if options.final_states:
+            what = "tell hidden states, of which embeddings are made"
         raise ProviderError(
             f"the {provider} provider does not {what}; cpu, cuda, webgpu, migraphx and directml do"
         )

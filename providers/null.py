@@ -51,6 +51,7 @@ class NullOptions:
     takes_exact_logits: bool = False
     rounds_anew: bool = False  # that it says so of itself
     state_slots: int = 0  # see Capabilities
+    final_features: int = 0  # numbers of each token that it tells, hashes as the logits are
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
     transfer_fails: Callable[[int], bool] = field(default=lambda transfer: False)
@@ -114,6 +115,8 @@ class NullModel:
             int8_products=options.int8_products,
             state_slots=options.state_slots,
             state_bytes=STATE_BYTES if options.state_slots else 0,
+            features=options.final_features,
+            final_features=options.final_features,
         )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
@@ -156,11 +159,12 @@ class NullModel:
             stored = min(group, len(tables) - 1)
             tokens = self._seen(tables[stored], past, past + new, window)
             hashes += _hashes(tokens + ((group - stored) << MARK_BITS), window)
-        at = inputs.logits_indices
-        chosen = hashes[rows[at], positions[at]]
+        made = hashes[rows, positions]
         if self.options.state_slots:
-            chosen += self._states.step(inputs)[at]
-        logits = self._logits(chosen)
+            made += self._states.step(inputs)
+        if inputs.hidden_states is not None and self.options.final_features:
+            inputs.hidden_states[:] = self._final(made)
+        logits = self._logits(made[inputs.logits_indices])
         if inputs.exact_logits is not None and self.options.takes_exact_logits:
             _keep_largest(logits, inputs)
         return logits
@@ -269,6 +273,12 @@ class NullModel:
             f"{stored[tuple(wrong[0])]}"
         )
         return np.where(seen, tokens, -1)
+
+    def _final(self, hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
+        """Return states in [-1, 1), float32 [num_tokens, final_features]."""
+        places = _mix(np.arange(self.options.final_features, dtype=np.uint64))
+        bits = _mix(_mix(hashes)[:, None] ^ places)
+        return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
 
     def _logits(self, hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
         """Return logits in [0, 8), float32 [num_logits, vocab]."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from onnxport.serving.outputs import (
     CompletionDelta,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     FinishReason,
     RequestOutput,
     TokenLogprobs,
@@ -63,6 +66,52 @@ def mean_logprob(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) ->
     """
     values = [one[token_id].logprob for token_id, one in zip(token_ids, logprobs, strict=True)]
     return sum(values) / len(values) if values else -math.inf
+
+
+class Collector(Protocol):
+    """Joins the deltas of one request."""
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Take the next delta."""
+        ...
+
+    def fail(self, error: str) -> None:
+        """The request could not be run at all."""
+        ...
+
+
+class EmbeddingCollector:
+    """Makes an `EmbeddingRequestOutput` of the one delta of a prompt that is embedded."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._output = EmbeddingOutput([])
+        self._finished = False
+        self._num_cached_tokens = 0
+
+    def add(self, delta: CompletionDelta) -> None:
+        """Take the delta."""
+        self._finished, self._num_cached_tokens = True, delta.num_cached_tokens
+        if delta.embedding is None:
+            self.fail(delta.error or f"it ended before its time ({delta.finish_reason})")
+        else:
+            self._output = EmbeddingOutput(delta.embedding.tolist())
+
+    def fail(self, error: str) -> None:
+        """There is no vector."""
+        self._finished, self._output = True, EmbeddingOutput([], error)
+
+    def output(self) -> EmbeddingRequestOutput:
+        """Return what became of it."""
+        return EmbeddingRequestOutput(
+            request_id=self._request.request_id,
+            prompt=self._request.prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=self._output,
+            finished=self._finished,
+            num_cached_tokens=self._num_cached_tokens,
+            metrics=self._request.metrics,
+        )
 
 
 class OutputCollector:

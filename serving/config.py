@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from onnxport.errors import CapacityError
+from onnxport.graphs.embedding_spec import POOLINGS, Dimensions, Pooling
 from onnxport.serving.params import MAX_LOGPROBS
 from onnxport.serving.speculation.config import SpeculationConfig
 
@@ -53,6 +54,12 @@ class EngineConfig:
             temperature, and -inf for what must not come or is cut by `min_p`, `top_k`, `top_p` or
             llama.cpp's samplers; "raw_logits" and "processed_logits" are the logits themselves.
             Prompts are not sampled, so theirs are raw.
+        embeddings: whether prompts can be embedded; None: where the checkpoint says that it is for
+            that.
+        pooling: what a vector is made of, "last" or "mean"; None: what the checkpoint says, or what
+            the model makes of the last token.
+        matryoshka_dimensions: what vectors may be cut to, "any" for all numbers; None: what the
+            checkpoint says.
 
     Raises:
         CapacityError: a limit is out of its range, or two contradict each other.
@@ -72,6 +79,9 @@ class EngineConfig:
     max_host_adapters: int | None = None
     max_logprobs: int | None = MAX_LOGPROBS
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    embeddings: bool | None = None
+    pooling: Pooling | None = None
+    matryoshka_dimensions: Dimensions | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -110,6 +120,7 @@ class EngineConfig:
                 allowed = ", ".join(get_args(kind))
                 raise CapacityError(f"{name} is {value!r}; it must be one of {allowed}")
         self._check_tiers()
+        self._check_embeddings()
 
     @property
     def host_memory(self) -> int:
@@ -132,6 +143,28 @@ class EngineConfig:
                 "kv_host_memory, kv_disk and swapping find blocks by the hash of their tokens, "
                 "which enable_prefix_caching turns on; turn it on, or leave them out"
             )
+
+    def _check_embeddings(self) -> None:
+        if not isinstance(self.embeddings, bool | None):
+            raise CapacityError(f"embeddings is {self.embeddings!r}; give true or false")
+        if self.pooling not in (None, *POOLINGS):
+            allowed = ", ".join(POOLINGS)
+            raise CapacityError(f"pooling is {self.pooling!r}; it must be one of {allowed}")
+        sizes = self.matryoshka_dimensions
+        is_list = isinstance(sizes, tuple) and bool(sizes)
+        if sizes not in (None, "any") and not (
+            is_list and all(type(size) is int and size > 0 for size in sizes or ())
+        ):
+            raise CapacityError(
+                f"matryoshka_dimensions is {sizes!r}; give a tuple of whole numbers above 0, or "
+                "'any'"
+            )
+        for name in ("pooling", "matryoshka_dimensions"):
+            if self.embeddings is False and getattr(self, name) is not None:
+                raise CapacityError(
+                    f"{name} is {getattr(self, name)!r}, and embeddings is False: nothing is "
+                    "embedded; leave one of them out"
+                )
 
     def _check_types(self) -> None:
         """Refuse what is of another type: Python itself would only stumble over it later."""

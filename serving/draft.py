@@ -292,6 +292,8 @@ class Draft:
         ends = zip(self.requests, self.num_past, self.num_new, strict=True)
         for row, (request, past, new) in enumerate(ends):
             beyond = past + new - len(request.tokens)
+            if request.pooler is not None:  # it gets no token
+                beyond = -1
             if beyond >= 0:
                 sampled.append(row)
             if past + new in self.stops.get(request, ()):

@@ -26,6 +26,7 @@ from onnxport.serving.linear_attention import check_options
 from onnxport.serving.narrowing import narrowed
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Embedder, PoolingParams, pool
 from onnxport.serving.recovery import Recovery
 from onnxport.serving.request import Request
 from onnxport.serving.retries import Retries
@@ -56,6 +57,7 @@ class Engine:
         speculator: Guesses | None = None,
         base: ArchSpec | None = None,
         sampling_threads: int | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         """Take over `model`; `close` closes it.
 
@@ -69,6 +71,8 @@ class Engine:
             speculator: guesses tokens ahead; None: nobody does. `close` closes it.
             base: what the model is, which LoRA adapters have to fit; None: none can be read.
             sampling_threads: most that sample at once; None: as many as there are physical cores.
+            embedder: how prompts are embedded, by a model that tells what its final norm makes of
+                them; None: none are.
 
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
@@ -90,7 +94,13 @@ class Engine:
         self._runtime = runtime
         self._scheduler = runtime.scheduler
         self._intake = Intake(
-            runtime.limits, config, runtime.rows, tokenizer, eos_token_ids, runtime.adapters
+            runtime.limits,
+            config,
+            runtime.rows,
+            tokenizer,
+            eos_token_ids,
+            runtime.adapters,
+            embedder,
         )
         self._tally = Tally()
         self._retries = Retries(runtime.tokens)
@@ -194,6 +204,36 @@ class Engine:
         """
         options = options or RequestOptions()
         return self._intake.request(request_id, prompt, params, options, self._clock, grammar)
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """How prompts are embedded; None: none are."""
+        return self._intake.embedder
+
+    def prepare_embedding(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> Request:
+        """Tokenize and check a prompt that is to be embedded; schedules nothing. From any thread.
+
+        Its only delta has the vector (`CompletionDelta.embedding`), or says why there is none.
+
+        Args:
+            request_id: names the request; unique among the unfinished ones.
+            prompt: text, to which the tokenizer adds its special tokens, or token ids.
+            params: how to embed; None for the defaults.
+            options: how to treat it; None for the defaults.
+
+        Raises:
+            RequestError: the engine embeds nothing, the vector cannot be cut as is asked, or as
+                `prepare`.
+            CapacityError: the prompt does not fit the context or the KV cache.
+        """
+        params, options = params or PoolingParams(), options or RequestOptions()
+        return self._intake.embedding(request_id, prompt, params, options, self._clock)
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request.
@@ -337,7 +377,7 @@ class Engine:
         reservation = self._scheduler.reserve(plan)
         self._sequences.note_preempted(plan.preempted, start_s)
         try:
-            reads_states = self._guessing.reads_states
+            reads_states = self._guessing.reads_states or self._pools(plan)
             inputs = self._runtime.prepare(plan, reservation, reads_states=reads_states)
             prepared_s = self._clock()  # blocks may have been saved
             drawn, scores, arrived = self._compute(plan, inputs)
@@ -348,8 +388,12 @@ class Engine:
             return self._recovery.fail(plan, error)
         self._sequences.start(plan, start_s)
         accepted = self._guessing.accept(plan, drawn)
+        pooled: list[Request] = []
         if self._runtime.hidden_states is not None:
-            self._guessing.note_states(plan, self._runtime.hidden_states, accepted)
+            read, final = self._runtime.split_states()
+            if read is not None:
+                self._guessing.note_states(plan, read, accepted)
+            pooled = pool(plan, final) if final is not None else []
         self._scheduler.commit(plan, reservation, accepted)
         for request, found in scores:
             assert request.scores is not None
@@ -358,6 +402,7 @@ class Engine:
         now = self._clock()
         num_before = self._tally.generation_tokens
         growths, gaps = self._sequences.deliver(drawn, now)
+        growths += self._sequences.deliver_vectors(pooled)
         if arrived:
             more = self._beams.advance(arrived, now)
             growths, gaps = growths + more[0], gaps + more[1]
@@ -367,6 +412,11 @@ class Engine:
         record = StepRecord(start_s, now, rows, plan.num_tokens, num_sampled, tuple(gaps))
         self._tally.note_step(record)
         return growths
+
+    def _pools(self, plan: StepPlan) -> bool:
+        """Whether a step computes prompts that are embedded."""
+        tells = self.capabilities.final_features > 0
+        return tells and any(request.pooler is not None for request in plan.requests)
 
     def _compute(
         self, plan: StepPlan, inputs: StepInputs

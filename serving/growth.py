@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onnxport.serving.grammar import failure_of
 from onnxport.serving.outputs import CompletionDelta, Failure, FinishReason, TokenLogprobs
 from onnxport.serving.repetition import STOP_REASON
@@ -43,6 +46,7 @@ class Growth:
     failure: Failure | None = None  # why `reason` is "error"
     times: tuple[float, float, float] | None = None  # see `CompletionDelta`
     cumulative_logprob: float | None = None  # see `CompletionDelta`
+    embedding: NDArray[np.float32] | None = None  # see `CompletionDelta`
 
     def delta(self, name: Naming) -> CompletionDelta:
         """Return it with its text; once, and in order. Any thread may, while steps go on.
@@ -76,6 +80,7 @@ class Growth:
             scores,
             self.times,
             self.cumulative_logprob,
+            self.embedding,
         )
 
     def _spell(self, stream: TextStream) -> str:

@@ -206,15 +206,15 @@ class Guessing:
         reader = self._guesses.reader if self._guesses else None
         if reader is None:
             return
-        has_beams = any(request.beams is not None for request in plan.requests)
-        if plan.num_decodes == len(plan.requests) and not plan.drafts and not has_beams:
+        has_others = not all(map(_may_guess, plan.requests))
+        if plan.num_decodes == len(plan.requests) and not plan.drafts and not has_others:
             reader.note_decodes(plan.requests, plan.num_past, states)
             return
         start = 0
         for row, request in enumerate(plan.requests):
             new = plan.num_new[row]
             wrong = len(plan.drafts.get(row, ())) - len(accepted.get(row, ()))
-            if request.beams is None:  # for which nobody guesses
+            if _may_guess(request):
                 reader.note_states(request, plan.num_past[row], states[start : start + new - wrong])
             start += new
 
@@ -233,6 +233,11 @@ class Guessing:
         """Free what guesses. Idempotent."""
         if self._guesses is not None:
             self._guesses.close()
+
+
+def _may_guess(request: Request) -> bool:
+    """Whether anybody guesses for a request: not for beams, nor where nothing is generated."""
+    return request.beams is None and request.pooler is None
 
 
 def possible(request: Request, tokens: Sequence[int]) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from onnxport.serving.limits import beams_total, max_total_tokens, token_array
 from onnxport.serving.logprob_limits import check_total, with_counts
 from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import NO_EMBEDDINGS, Embedder, Pooler, PoolingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import SequenceRules, check_ids, logit_rules
 from onnxport.serving.structured.cache import GrammarCompiler
@@ -35,6 +37,7 @@ class Intake:
 
     Attributes:
         grammars: compiles what requests ask of their output; None without a tokenizer.
+        embedder: how prompts are embedded; None: none are.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Intake:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         adapters: AdapterRegistry,
+        embedder: Embedder | None = None,
     ) -> None:
         """Take the limits that requests are checked against.
 
@@ -55,12 +59,14 @@ class Intake:
             tokenizer: None takes token ids only.
             eos_token_ids: tokens that end a generation.
             adapters: those that requests may pick.
+            embedder: how prompts are embedded; None: none are.
         """
         self._sizes = (limits, max_num_seqs)  # replaced as one, whatever thread reads it
         self._config = config
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._adapters = adapters
+        self.embedder = embedder
         self._seeds = random.Random(config.seed)
         self.grammars: GrammarCompiler | None = None
         if tokenizer is not None:
@@ -81,6 +87,11 @@ class Intake:
         grammar: CompiledGrammar | None = None,
     ) -> Request:
         """Return a request, its siblings with it; see `Engine.prepare`."""
+        if self.embedder is not None and not self.embedder.generates:
+            raise RequestError(
+                "this model embeds texts and generates none, for it has no head; send the text to "
+                "/v1/embeddings (LLM.embed)"
+            )
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
         params = with_counts(params, self._config.max_logprobs, limits.vocab_size)
@@ -88,11 +99,8 @@ class Intake:
         encode = None
         if self._tokenizer is not None:
             encode = partial(self._tokenizer.encode_all, add_special_tokens=False)
-        text, given = (prompt, []) if isinstance(prompt, str) else (None, prompt)
-        if self._tokenizer is not None and text is not None:
-            self._tokenizer.check_length(text, limits.max_model_len)
-            given = self._tokenizer.encode(text)
-        tokens = token_array(given, limits.vocab_size)
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self._tokens(prompt, limits)
         longest = max_total_tokens(
             len(tokens), params.max_tokens, limits, only_prompt=options.only_prompt
         )
@@ -165,6 +173,54 @@ class Intake:
             for slot in slots:
                 slot.beams, slot.text = beams, None
         return first
+
+    def embedding(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: PoolingParams,
+        options: RequestOptions,
+        clock: Callable[[], float],
+    ) -> Request:
+        """Return a request for a vector of its prompt; see `Engine.prepare_embedding`."""
+        embedder = self.embedder
+        if embedder is None:
+            raise RequestError(NO_EMBEDDINGS)
+        limits, max_num_seqs = self._sizes
+        embedder.check(params, limits.final_features)
+        # Nothing is drawn. What is cached tells nothing of the tokens that it holds.
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=None, skip_reading_prefix_cache=embedder.reads_all
+        )
+        self._check(prompt, sampling, options, max_num_seqs)
+        tokens = self._tokens(prompt, limits)
+        longest = max_total_tokens(len(tokens), 1, limits, only_prompt=True)
+        adapter = None if options.adapter is None else self._adapters.find(options.adapter)
+        keys = None
+        if self._config.enable_prefix_caching:
+            keys = _keys(adapter, options, limits)
+            keys.extend(tokens)
+        request = Request(
+            request_id,
+            tokens,
+            sampling,
+            max_total_tokens=longest,
+            options=replace(options, only_prompt=True),
+            prompt=prompt if isinstance(prompt, str) else None,
+            arrival_time_s=clock(),
+            keys=keys,
+            adapter=adapter,
+        )
+        request.pooler = Pooler(embedder, params, len(tokens))
+        return request
+
+    def _tokens(self, prompt: str | Sequence[int], limits: Capabilities) -> array[int]:
+        """Return the tokens of a prompt; `_check` has seen that a text finds a tokenizer."""
+        if not isinstance(prompt, str):
+            return token_array(prompt, limits.vocab_size)
+        assert self._tokenizer is not None
+        self._tokenizer.check_length(prompt, limits.max_model_len)
+        return token_array(self._tokenizer.encode(prompt), limits.vocab_size)
 
     def _grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """Return what the output has to follow; waits for it to be compiled."""

@@ -10,18 +10,20 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack, cast
 
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
+from onnxport.graphs.embedding_spec import Dimensions, Pooling
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
 from onnxport.serving.chat import ChatTemplate, Message, Tool
-from onnxport.serving.collect import OutputCollector
+from onnxport.serving.collect import Collector, EmbeddingCollector, OutputCollector
 from onnxport.serving.config import EngineConfig, LogprobsMode, Preemption, SchedulingPolicy
 from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
 from onnxport.serving.engine import Engine
 from onnxport.serving.interrupts import Interrupts
 from onnxport.serving.loading import open_engine
-from onnxport.serving.outputs import RequestOutput
+from onnxport.serving.outputs import EmbeddingRequestOutput, RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import PoolingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
 from onnxport.serving.reasoning import AUTO, reasoning_format
 from onnxport.serving.request import Request
@@ -47,6 +49,9 @@ class EngineOptions(TypedDict, total=False):
     max_host_adapters: int | None
     max_logprobs: int | None
     logprobs_mode: LogprobsMode
+    embeddings: bool | None
+    pooling: Pooling | None
+    matryoshka_dimensions: Dimensions | None
 
 
 class LLM:
@@ -266,6 +271,41 @@ class LLM:
         ]
         return self._run(requests, use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """Make a vector of every prompt; the outputs are in the order of the prompts.
+
+        All requests are checked before any is run. One that fails while it runs says why in its
+        output; the others go on.
+
+        Args:
+            prompts: see `generate`.
+            pooling_params: for all prompts, or one for each; None: all numbers, as the model says.
+            options: see `generate`.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            RequestError: the model was not loaded to embed (`embeddings`), or as `generate`.
+            CapacityError: a prompt does not fit the context or the KV cache.
+        """
+        one = isinstance(prompts, str | Mapping)
+        listed = [cast(Prompt, prompts)] if one else list(cast("Sequence[Prompt]", prompts))
+        params = one_for_each(pooling_params, PoolingParams(), len(listed), "pooling_params")
+        treated = one_for_each(options, RequestOptions(), len(listed), "options")
+        requests = [
+            self._engine.prepare_embedding(self._next_id(), text_or_ids(prompt), each, how)
+            for prompt, each, how in zip(listed, params, treated, strict=True)
+        ]
+        collectors = {request.request_id: EmbeddingCollector(request) for request in requests}
+        self._run_into(collectors, requests, use_tqdm=use_tqdm)
+        return [collector.output() for collector in collectors.values()]
+
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -380,17 +420,29 @@ class LLM:
         return str(next(self._numbers))
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Run the requests to their ends; see `_run_into`."""
+        collectors = {request.request_id: OutputCollector(request) for request in requests}
+        self._run_into(collectors, requests, use_tqdm=use_tqdm)
+        return [collector.output() for collector in collectors.values()]
+
+    def _run_into(
+        self, collectors: Mapping[str, Collector], requests: Sequence[Request], *, use_tqdm: bool
+    ) -> None:
         """Run the requests to their ends; an interruption aborts them, after the step that runs.
 
         They are submitted as the queue has room for them.
         """
         with Interrupts() as interrupts:
-            return self._run_all(requests, interrupts, use_tqdm=use_tqdm)
+            self._run_all(collectors, requests, interrupts, use_tqdm=use_tqdm)
 
     def _run_all(
-        self, requests: Sequence[Request], interrupts: Interrupts, *, use_tqdm: bool
-    ) -> list[RequestOutput]:
-        collectors = {request.request_id: OutputCollector(request) for request in requests}
+        self,
+        collectors: Mapping[str, Collector],
+        requests: Sequence[Request],
+        interrupts: Interrupts,
+        *,
+        use_tqdm: bool,
+    ) -> None:
         progress = _progress(sum(request.params.num_sequences for request in requests), use_tqdm)
         coming = deque(requests)
         try:
@@ -405,9 +457,8 @@ class LLM:
         finally:
             for request in requests:
                 self._engine.abort(request.request_id)
-        return [collector.output() for collector in collectors.values()]
 
-    def _submit(self, request: Request, collectors: Mapping[str, OutputCollector]) -> None:
+    def _submit(self, request: Request, collectors: Mapping[str, Collector]) -> None:
         """Queue a request; it fails alone if it cannot run since a device was lost."""
         try:
             self._engine.submit(request)

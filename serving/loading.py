@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
-from onnxport.errors import CapacityError, ProviderError
+from onnxport.errors import CapacityError, OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact, refuse_head
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.failures import forget
@@ -18,6 +18,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
 from onnxport.serving.linear_attention import check_options, slots_wanted
+from onnxport.serving.pooling import Embedder
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,9 @@ def open_engine(
     if artifact.manifest.model.linear is not None:
         check_options(config, max_adapters=chosen.max_adapters)
         chosen = replace(chosen, state_slots=chosen.state_slots or slots_wanted(config))
+    embedder = choose_embedder(artifact, config)
+    if embedder is not None:
+        chosen = replace(chosen, final_states=True)
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
@@ -114,6 +118,7 @@ def open_engine(
             speculator=speculator,
             base=artifact.manifest.model,
             sampling_threads=chosen.threads,
+            embedder=embedder,
         )
 
     try:
@@ -122,6 +127,26 @@ def open_engine(
         if speculator is not None:
             speculator.close()
         raise
+
+
+def choose_embedder(artifact: Artifact, config: EngineConfig) -> Embedder | None:
+    """Return how an artifact's model embeds; None: it is not asked to.
+
+    Raises:
+        OptionError: it does nothing else, and is not to.
+    """
+    spec = artifact.manifest.embedding
+    wants, is_asked = config.embeddings, config.pooling or config.matryoshka_dimensions
+    if wants is None:
+        wants = spec is not None or is_asked is not None
+    if wants:
+        return Embedder.of(spec, config.pooling, config.matryoshka_dimensions)
+    if spec is not None and spec.only:
+        raise OptionError(
+            f"{artifact.path.name} embeds texts and generates none, for its checkpoint has no "
+            "head; serve it without --no-embeddings, or use onnxport embed (LLM.embed)"
+        )
+    return None
 
 
 def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], path: Path) -> Engine:

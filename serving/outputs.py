@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error", "timeout"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -80,6 +84,27 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]  # numbers of float32; none where it failed
+    error: str | None = None  # why it failed
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """What became of a prompt that was to be embedded."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int  # prompt tokens whose K/V were not computed for this request
+    metrics: RequestMetrics
+
+
 @dataclass(slots=True)
 class CompletionDelta:
     """What one engine step added to one sequence; the unit of streaming. Not to be changed.
@@ -103,6 +128,8 @@ class CompletionDelta:
     # Of a beam search, on the last delta, which is the only one; -inf: there are fewer texts than
     # were asked for, and this one is not. Else None.
     cumulative_logprob: float | None = None
+    # Of a prompt that is embedded, on the last delta, which is the only one: float32 [dimensions].
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property
     def is_missing(self) -> bool:

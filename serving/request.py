@@ -26,6 +26,7 @@ from onnxport.serving.drawing import (
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Pooler
 from onnxport.serving.rules import LogitRules, SequenceRules
 from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.stuck import Repetition
@@ -93,6 +94,7 @@ class Request:
             computed; None if nobody asked, or when they have been delivered.
         logprobs_mode: what log probabilities are of.
         adapter: its LoRA adapter; None: the model alone.
+        pooler: makes a vector of the prompt, and nothing is generated; None: tokens are.
         beams: the beam search that it is a slot of; None: none, its tokens are drawn.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
@@ -123,6 +125,7 @@ class Request:
         "params",
         "per_unit",
         "plain",
+        "pooler",
         "prompt",
         "rank",
         "repetition",
@@ -209,6 +212,7 @@ class Request:
         self.keys = keys
         self.forked = False
         self.siblings: tuple[Request, ...] = ()
+        self.pooler: Pooler | None = None
         self.beams: BeamGroup | None = None
         self.running = False
         self.rank: tuple[int, int, int] = (0, 0, index)

@@ -123,6 +123,20 @@ class Runtime:
         self.summaries, self.hidden_states = inputs.summaries, inputs.hidden_states
         return logits
 
+    def split_states(self) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+        """Return what layers read of the last step's tokens, and what the final norm made of them.
+
+        Each is float32 [num_tokens, numbers], a part of `hidden_states`; None: nothing is told.
+        """
+        states = self.hidden_states
+        if states is None:
+            return None, None
+        first = self.limits.features - self.limits.final_features
+        return (
+            states[:, :first] if first else None,
+            states[:, first:] if self.limits.final_features else None,
+        )
+
     def load(self) -> set[Request]:
         """Load what waiting requests need from the tiers; see `Offloader.load`.
 

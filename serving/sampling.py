@@ -45,6 +45,7 @@ Mask = NDArray[np.uint32]
 Masks = Mapping[Request, Mask | Failure]  # what a grammar allows, or why it cannot say
 Naming = Callable[[int], str]
 NOT_FINITE = Failure("the model's logits are not finite numbers")
+NOT_FINITE_STATES = Failure("what the model makes of the prompt are not finite numbers")
 NOTHING_LEFT = (
     "no token is left to draw: {} forbid all of them; allow more"  # names what the request has
 )

@@ -12,7 +12,7 @@ from onnxport.serving.growth import Growth, ending, grow
 from onnxport.serving.guesses import Guessing
 from onnxport.serving.outputs import Failure, FinishReason
 from onnxport.serving.request import Request
-from onnxport.serving.sampling import Drawn, with_siblings
+from onnxport.serving.sampling import NOT_FINITE_STATES, Drawn, with_siblings
 from onnxport.serving.scheduler import Scheduler
 from onnxport.serving.tally import Tally
 
@@ -110,6 +110,22 @@ class Sequences:
             else:
                 growths += self._finish(request, growth)
         return growths, gaps
+
+    def deliver_vectors(self, requests: Iterable[Request]) -> list[Growth]:
+        """End the prompts that have been read to their end, each with its vector."""
+        growths: list[Growth] = []
+        for request in requests:
+            assert request.pooler is not None
+            self._tally.prompt_tokens += request.num_prompt_tokens
+            vector = request.pooler.vector()
+            if vector is None:
+                self._scheduler.distrust(request)
+                growths += self._finish(request, ending(request, "error", NOT_FINITE_STATES))
+                continue
+            last = ending(request, "stop")
+            last.embedding = vector
+            growths += self._finish(request, last)
+        return growths
 
     def _note_token(self, request: Request, now_s: float) -> list[float]:
         """Note when a sequence got tokens; returns how long after the last ones, if there were."""

@@ -24,6 +24,7 @@ from onnxport.serving.fallback import Loss
 from onnxport.serving.growth import Growth
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Embedder, PoolingParams
 from onnxport.serving.publisher import Publisher
 from onnxport.serving.request import Request
 from onnxport.serving.stats import EngineStats, ended
@@ -223,6 +224,37 @@ class AsyncEngine:
         with self._wakeup:
             self._check_open(request_id, options)
         return self._stream(self._engine.prepare(request_id, prompt, params, options, grammar))
+
+    def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Check a prompt that is to be embedded now; return a generator of its one delta.
+
+        It is queued, aborted and refused as with `stream`.
+
+        Args:
+            prompt: text or token ids.
+            params: how to embed; None for the defaults.
+            request_id: names the request; None makes a unique name.
+            options: how to treat it; None for the defaults.
+
+        Raises:
+            RequestError: the engine embeds nothing, or as `stream`.
+            CapacityError, OverloadedError, DeviceLostError, OnnxportError: as `stream`.
+        """
+        request_id = request_id or f"embd-{uuid.uuid4().hex}"
+        with self._wakeup:
+            self._check_open(request_id, options)
+        return self._stream(self._engine.prepare_embedding(request_id, prompt, params, options))
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """How prompts are embedded; None: none are."""
+        return self._engine.embedder
 
     async def close(self, *, drain: bool = False) -> None:
         """Refuse new requests, end the others, and free the model. Idempotent.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
@@ -79,6 +80,11 @@ FAMILIES: Final[tuple[Family, ...]] = (
     solar_open.FAMILY,
 )
 
+# Classes of encoders, and of decoders that were made ones.
+_ENCODERS: Final = re.compile(
+    "bert|mpnet|electra|t5(enc|model|for)|bidirec|^llama(bi|enc)", re.IGNORECASE
+)
+
 
 def find_family(config: Config) -> Family:
     """The family of the architecture that `config` names.
@@ -88,16 +94,21 @@ def find_family(config: Config) -> Family:
     """
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:
-        if family.architecture in config.architectures:
+        if {family.architecture, family.base} & {*config.architectures}:
             if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(
-                    f"{config.path} names the architecture {family.architecture} and the "
+                    f"{config.path} names the architecture {config.architectures[0]} and the "
                     f"model_type {model_type}, which is another model's; correct one of them."
                 )
             return family
         if not config.architectures and family.name == model_type:
             return family
     found = ", ".join(config.architectures) or model_type or "no architecture"
+    if _ENCODERS.search(found):
+        raise UnsupportedModelError(
+            f"{config.path} names {found}, in which tokens see those behind them; supported is "
+            "causal attention."
+        )
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise UnsupportedModelError(
         f"{config.path} names {found}, which is not supported. Supported are: {supported}."

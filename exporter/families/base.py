@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ArchSpec
@@ -104,8 +104,24 @@ class Family:
     def names_in(self, found: frozenset[str]) -> TensorNames:
         """The names that a checkpoint with the tensors `found` gives them."""
         layouts = (self.tensors, *self.other_layouts)
+        layouts = (*layouts, *map(_without_head, layouts))
         return next((one for one in layouts if one.fit(found)), self.tensors)
+
+    @property
+    def base(self) -> str:
+        """Transformers' class of the model without its head, such as Qwen3Model."""
+        return self.architecture.removesuffix("ForCausalLM") + "Model"
 
     def count_further_layers(self, config: Config) -> int:
         """Layers behind the last one, which guess tokens behind the next one."""
         return max((config.get(key, int, 0) for key in self.further_layers), default=0)
+
+
+def _without_head(names: TensorNames) -> TensorNames:
+    """The names in a model that was saved without its head, and so without the prefix."""
+    return replace(
+        names,
+        embedding=names.embedding.removeprefix("model."),
+        final_norm=names.final_norm.removeprefix("model."),
+        layer=names.layer.removeprefix("model."),
+    )

@@ -37,11 +37,6 @@ def gemma_spec(config: Config, **differences: Any) -> ArchSpec:
         raise UnsupportedModelError(
             f"{config.path}: hidden_activation is {activation!r}; supported is {GELU!r}."
         )
-    if config.get("use_bidirectional_attention", bool, False):
-        raise UnsupportedModelError(
-            f"{config.path}: use_bidirectional_attention is true, as in models that embed text; "
-            "supported is causal attention."
-        )
     biased = config.get("attention_bias", bool, False)
     spec = decoder_spec(
         config,

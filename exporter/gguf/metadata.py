@@ -36,7 +36,6 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
     "leading_dense_block_count": 0,
     "logit_scale": 1.0,
     "nextn_predict_layers": 0,
-    "pooling_type": 0,
     "residual_scale": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,

@@ -11,6 +11,7 @@ import numpy as np
 from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import to_float32
 from onnxport.exporter.config import Config
+from onnxport.exporter.embedding import gguf_pooling
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.gguf import blocks
 from onnxport.exporter.gguf.architectures import read_config
@@ -22,6 +23,7 @@ from onnxport.exporter.gguf.parts import parts_of
 from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.gguf.tokenizer import write_files
 from onnxport.exporter.gguf.vocabulary import check_count, read_ends
+from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.spec import ArchSpec
 
 _COUNT: Final = "split.count"
@@ -37,6 +39,7 @@ class GgufModel:
     Attributes:
         config: What `config.json` would say.
         names: What its tensors are called.
+        embedding: What it says of embeddings; None: nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,6 +57,7 @@ class GgufModel:
             shapes = {
                 name: tensor.shape for one in self._shards for name, tensor in one.tensors.items()
             }
+            self.embedding = _embedding(self._metadata)
             architecture, values = read_config(Facts(self._metadata, shapes, self._numbers))
         except BaseException:
             self.close()
@@ -158,6 +162,11 @@ class GgufModel:
                 values = to_float32(blocks.decode(tensor.dtype, name, data))
                 return np.ravel(values).tolist()
         return None
+
+
+def _embedding(metadata: Metadata) -> EmbeddingSpec | None:
+    key = "pooling_type"
+    return gguf_pooling(metadata.get(key, int, 0), f"{metadata.path}: {metadata.name(key)}")
 
 
 def _whole(shard: GgufShard, key: str, default: int) -> int:

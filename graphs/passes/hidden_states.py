@@ -1,7 +1,8 @@
-"""Let a graph tell what chosen layers read of the residual stream.
+"""Let a graph tell what chosen layers read of the residual stream, or what its final norm makes.
 
-That is what a draft head goes on from (`graphs.draft_spec`): of each token of a step, before the
-layer's norm. Before what fuses norms, and where no output of the graph is in its way.
+What layers read is what a draft head goes on from (`graphs.draft_spec`): of each token of a step,
+before the layer's norm. What the final norm makes of a token is what embeddings are made of. Before
+what fuses norms, and where no output of the graph is in its way.
 """
 
 from __future__ import annotations
@@ -24,23 +25,28 @@ from onnxport.graphs.spec import ArchSpec
 TELL_HIDDEN_STATES: Final = "TellHiddenStates"  # asked, states... -> states, times scale
 _NORMS: Final = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 _TOTAL: Final = 3  # the output of a norm that adds first: what it has normalized
+_FINAL: Final = "final_norm"
 
 
-def tell_hidden_states(model: onnx.ModelProto, layers: Sequence[int], spec: ArchSpec) -> PassResult:
-    """Add the output HIDDEN_STATES; without layers nothing changes.
+def tell_hidden_states(
+    model: onnx.ModelProto, layers: Sequence[int], spec: ArchSpec, *, final: bool = False
+) -> PassResult:
+    """Add the output HIDDEN_STATES; without layers and `final` nothing changes.
 
     Args:
         model: A paged graph of the exporter's, whose nodes still have the names of their layers.
         layers: Numbers from 0, in the order in which their states lie side by side.
         spec: What the graph computes.
+        final: Whether what the final norm makes of each token lies behind them. All tokens then go
+            through what follows the last attention, and rows that need logits are chosen behind it.
 
     Raises:
         ArtifactError: A layer is not there, or not as the exporter writes it; or how large the
             stream is in the model cannot be known.
     """
-    if not layers:
+    if not layers and not final:
         return PassResult("hidden_states", model, {})
-    if spec.residual_scale is not None and spec.stream_scale is None:
+    if layers and spec.residual_scale is not None and spec.stream_scale is None:
         raise ArtifactError(
             f"hidden_states: this artifact of the family {spec.family} was written by an exporter "
             "that did not say how large the residual stream is in the model; export it again"
@@ -48,32 +54,103 @@ def tell_hidden_states(model: onnx.ModelProto, layers: Sequence[int], spec: Arch
     copy = copy_model(model)
     nodes = {node.name: node for node in copy.graph.node}
     types = element_types(copy)
-    read = [_read_by(nodes, layer) for layer in layers]
-    for number, value in enumerate(read):
+    told = [(_read_by(nodes, layer), spec.stream_scale) for layer in layers]
+    if final:
+        source, like = _normed_by_final(copy)
+        types[source] = types.get(like, TensorProto.UNDEFINED)
+        told.append((source, spec.logits_scale and 1 / spec.logits_scale))
+    scales = {scale for _, scale in told}
+    parts = []
+    for number, (value, scale) in enumerate(told):
+        name = f"{contract.HIDDEN_STATES}.{number}"
         if types.get(value) != TensorProto.FLOAT:
-            read[number] = f"{contract.HIDDEN_STATES}.{number}.float"
-            name = f"{contract.HIDDEN_STATES}.{number}.cast"
-            copy.graph.node.append(
-                onnx.helper.make_node(
-                    "Cast", [value], [read[number]], name=name, to=TensorProto.FLOAT
-                )
-            )
-    joined, name = contract.HIDDEN_STATES, f"{contract.HIDDEN_STATES}.join"
-    if spec.stream_scale is not None:
-        joined, scale = f"{contract.HIDDEN_STATES}.stream", f"{contract.HIDDEN_STATES}.scale"
-        factor = np.array(spec.stream_scale, np.float32)
-        copy.graph.initializer.append(onnx.numpy_helper.from_array(factor, scale))
-        scaled = onnx.helper.make_node(
-            "Mul", [joined, scale], [contract.HIDDEN_STATES], name=f"{scale}.multiply"
-        )
-    copy.graph.node.append(onnx.helper.make_node("Concat", read, [joined], name=name, axis=-1))
-    if spec.stream_scale is not None:
-        copy.graph.node.append(scaled)
-    dims = [contract.NUM_TOKENS, len(layers) * spec.hidden_size]
+            value = _cast(copy, value, name)
+        parts.append(value if len(scales) == 1 else _scaled(copy, value, scale, name))
+    (common,) = scales if len(scales) == 1 else (None,)
+    joined = contract.HIDDEN_STATES if common is None else f"{contract.HIDDEN_STATES}.stream"
+    name = f"{contract.HIDDEN_STATES}.join"
+    copy.graph.node.append(onnx.helper.make_node("Concat", parts, [joined], name=name, axis=-1))
+    _scaled(copy, joined, common, contract.HIDDEN_STATES, contract.HIDDEN_STATES)
+    dims = [contract.NUM_TOKENS, len(told) * spec.hidden_size]
     copy.graph.output.append(
         onnx.helper.make_tensor_value_info(contract.HIDDEN_STATES, TensorProto.FLOAT, dims)
     )
-    return PassResult("hidden_states", copy, {"layers that tell what they read": len(layers)})
+    changes = {"layers that tell what they read": len(layers)} if layers else {}
+    if final:
+        changes["final norms that tell"] = 1
+    return PassResult("hidden_states", copy, changes)
+
+
+def _cast(model: onnx.ModelProto, value: str, name: str) -> str:
+    """A value as float32."""
+    made = f"{name}.float"
+    node = onnx.helper.make_node("Cast", [value], [made], name=f"{name}.cast", to=TensorProto.FLOAT)
+    model.graph.node.append(node)
+    return made
+
+
+def _scaled(
+    model: onnx.ModelProto, value: str, scale: float | None, name: str, made: str | None = None
+) -> str:
+    """A value of float32 times a number; None: as it is.
+
+    Args:
+        model: The graph.
+        value: In it.
+        scale: The number.
+        name: Of what is added.
+        made: The name of the product; None: one of its own.
+    """
+    if scale is None:
+        return value
+    made, factor = made or f"{name}.scaled", f"{name}.scale"
+    number = np.array(scale, np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(number, factor))
+    node = onnx.helper.make_node("Mul", [value, factor], [made], name=f"{factor}.multiply")
+    model.graph.node.append(node)
+    return made
+
+
+def _normed_by_final(model: onnx.ModelProto) -> tuple[str, str]:
+    """What the final norm makes of all tokens, and what it makes of the rows that need logits.
+
+    They are two norms: the second stays what the head reads, so that whatever is fused with that,
+    and the bits of the logits, stay as they are.
+    """
+    chosen = {
+        node.output[0]: node.input[0]
+        for node in model.graph.node
+        if node.op_type == "Gather" and node.input[1] == contract.LOGITS_INDICES
+    }
+    norm = next((node for node in model.graph.node if node.name == _FINAL), None)
+    if norm is None or norm.op_type != _NORMS[1] or len(chosen) != 2:
+        raise ArtifactError(
+            "hidden_states: the end of the last layer is not in the graph as the exporter writes "
+            "it; export the model again"
+        )
+    nodes = [node for node in model.graph.node if node.output[0] not in chosen]
+    for node in nodes:
+        for place, value in enumerate(node.input):
+            node.input[place] = chosen.get(value, value)
+    told = onnx.NodeProto()
+    told.CopyFrom(norm)
+    told.name, made = f"{contract.HIDDEN_STATES}.norm", f"{contract.HIDDEN_STATES}.normed"
+    told.output[:] = [made]
+    selections = []
+    for place in range(2):  # the stream, and what is added to it first
+        rows = f"{contract.HIDDEN_STATES}.selected.{place}"
+        selections.append(
+            onnx.helper.make_node(
+                "Gather", [norm.input[place], contract.LOGITS_INDICES], [rows], name=rows, axis=0
+            )
+        )
+        norm.input[place] = rows
+    place = next(place for place, node in enumerate(nodes) if node is norm)
+    like, kept = norm.output[0], [*nodes[:place], told, *selections, *nodes[place:]]
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return made, like
 
 
 def tell_when_asked(model: onnx.ModelProto) -> PassResult:

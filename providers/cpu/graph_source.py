@@ -131,6 +131,7 @@ def find_graph_cache(
         "converts_half": library.converts_half(),
         "coarse_head": options.coarse_head,
         "hidden_layers": str(options.hidden_layers) if options.hidden_layers else None,
+        "final_states": options.final_states or None,
         "cache_groups": str(groups.places) if len(groups.windows) > 1 else None,
     }
     graphs, own = Path(contract.__file__).parent, Path(__file__).parent

@@ -107,8 +107,10 @@ def lower(
         floats = float_expert_weights(stored) | head_product_weights(stored)
     step = retype(stored, artifact.read_tensor, kept=floats)
     yield step
-    if options.hidden_layers:
-        step = tell_hidden_states(step.model, options.hidden_layers, artifact.manifest.model)
+    tells = bool(options.hidden_layers) or options.final_states
+    if tells:
+        layers, final = options.hidden_layers, options.final_states
+        step = tell_hidden_states(step.model, layers, artifact.manifest.model, final=final)
         yield step
     if options.matmul_accuracy_level is not None:
         step = set_accuracy(step.model, options.matmul_accuracy_level)
@@ -117,7 +119,7 @@ def lower(
         step = lora.lower(step.model)
         yield step
     if is_native:
-        if options.hidden_layers:
+        if tells:
             step = tell_when_asked(step.model)
             yield step
         step = use_float_experts(step.model)

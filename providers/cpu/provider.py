@@ -39,7 +39,7 @@ from onnxport.providers.cpu.choices import (
 from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
 from onnxport.providers.cpu.state_pools import allocate_states
-from onnxport.providers.hidden_states import check_hidden_layers
+from onnxport.providers.hidden_states import check_hidden_layers, final_features
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.latents import refuse_latent_adapters
 from onnxport.providers.ort import (
@@ -256,6 +256,7 @@ def _capabilities(
         summarizes_logits=contract.SUMMARY_SCALES in inputs,
         windows=groups.windows,
         features=check_hidden_layers(artifact, options),
+        final_features=final_features(artifact, options),
     )
 
 

@@ -18,6 +18,7 @@ from onnxport.serving.http import (
     anthropic,
     chat_completions,
     completions,
+    embeddings,
     errors,
     information,
     llama_completion,
@@ -193,6 +194,7 @@ def create_app(
     information.add_routes(app, service, metrics)
     tokens.add_routes(app, service)
     llama_completion.add_routes(app, service)
+    embeddings.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
 

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import SamplingDefaults
-from onnxport.serving.http.fields import NEUTRAL_COMPLETION, are_ids, is_list
+from onnxport.serving.http.fields import NEUTRAL_COMPLETION
+from onnxport.serving.http.prompts import Prompts, each_of
 from onnxport.serving.http.protocol import RequestBody
 from onnxport.serving.params import SamplingParams
-
-
-def _prompt(value: Any) -> Any:
-    """Return a prompt as it was given."""
-    if isinstance(value, str) or is_list(value, str) or are_ids(value):
-        return value
-    if is_list(value, list) and all(are_ids(one) for one in value):
-        return value
-    what = "a text, a list of texts, a list of token ids, or a list of such lists"
-    raise PydanticCustomError("union", "should be {what}", {"what": what})
 
 
 class CompletionRequest(RequestBody):
@@ -32,7 +22,7 @@ class CompletionRequest(RequestBody):
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_COMPLETION
     counts: ClassVar[tuple[str, ...]] = ("logprobs", "prompt_logprobs")
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None  # true unless told otherwise
@@ -86,13 +76,7 @@ class CompletionRequest(RequestBody):
         Raises:
             RequestError: there is no prompt, or an empty one.
         """
-        alone = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
-        prompts: list[Any] = [self.prompt] if alone else list(self.prompt)
-        if not prompts or any(isinstance(one, list) and not one for one in prompts):
-            raise RequestError(
-                "prompt is empty; send a text, token ids, or a list of either", "prompt"
-            )
-        return prompts
+        return each_of(self.prompt, "prompt")
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; 16 tokens unless told otherwise."""

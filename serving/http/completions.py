@@ -33,6 +33,7 @@ from onnxport.serving.http.logprobs import (
     prompt_entries,
 )
 from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.prompts import encode
 from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
 from onnxport.serving.logprob_limits import check_total
@@ -49,9 +50,9 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     options = replace(options, only_prompt=body.only_prompt)
     given = body.prompts()
-    check_number(service.engine, len(given))
+    check_number(service.engine, len(given), "prompt")
     special = body.add_special_tokens is not False
-    prompts = await asyncio.to_thread(_encode, service, given, special, body.most_prompt_tokens)
+    prompts = await asyncio.to_thread(encode, service, given, special, body.most_prompt_tokens)
     if body.truncate_prompt_tokens is not None:
         longest = limits.max_model_len
         encoded = list(zip(given, prompts, strict=True))
@@ -221,18 +222,6 @@ def _choice(
         "finish_reason": finish_reason,
         "stop_reason": stop_reason,
     }
-
-
-def _encode(
-    service: Service, given: list[str | list[int]], special: bool, most_tokens: int | None
-) -> list[list[int]]:
-    """Return the token ids of each prompt."""
-    most = most_tokens or service.engine.capabilities.max_model_len
-    texts = [one for one in given if isinstance(one, str)]
-    for text in texts:
-        service.tokenizer.check_length(text, most)
-    encoded = iter(service.tokenizer.encode_all(texts, add_special_tokens=special))
-    return [next(encoded) if isinstance(one, str) else one for one in given]
 
 
 def _texts(service: Service, given: list[str | list[int]], skips: bool) -> list[str]:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import Request
@@ -172,8 +180,13 @@ def token_logprobs(delta: CompletionDelta) -> list[tuple[int, TokenLogprobs]]:
     return list(zip(delta.token_ids, delta.logprobs or (), strict=False))
 
 
-def check_number(engine: Engine, num_prompts: int) -> None:
+def check_number(engine: Engine, num_prompts: int, field: str = "prompt") -> None:
     """Refuse more prompts in one request than may wait.
+
+    Args:
+        engine: where they would.
+        num_prompts: of the request.
+        field: that they are in.
 
     Raises:
         RequestError: there are more.
@@ -182,7 +195,7 @@ def check_number(engine: Engine, num_prompts: int) -> None:
         raise RequestError(
             f"one request has {num_prompts} prompts, and this server lets "
             f"{engine.most_prompts} wait; send them in several requests",
-            "prompt",
+            field,
         )
 
 
@@ -200,17 +213,40 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
     grammar = None
     if job.params.structured_outputs is not None:
         grammar = await engine.compile(job.params.structured_outputs)
+    starts = [
+        partial(engine.stream, prompt, job.params, f"{job.id}-{number}", job.options, grammar)
+        for number, prompt in enumerate(job.prompts)
+    ]
+    async with aclosing(together(starts, job.options)) as deltas:
+        async for number, delta in deltas:
+            yield number * job.params.num_sequences + delta.index, delta
+
+
+async def together(
+    starts: Sequence[Callable[[], AsyncGenerator[CompletionDelta, None]]], options: RequestOptions
+) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
+    """Yield (number of the prompt, delta) of prompts that run at once.
+
+    Closing the generator, or an error of one prompt, aborts all of them.
+
+    Args:
+        starts: what checks each prompt and returns its stream.
+        options: of all of them.
+
+    Raises:
+        ApiError: a request was ended by its deadline or by a failure of the engine.
+        RequestError, CapacityError, OverloadedError: a prompt cannot be run; none of them is
+            scheduled then.
+    """
     async with AsyncExitStack() as stack:
         streams = []
-        for number, prompt in enumerate(job.prompts):
-            own_id = f"{job.id}-{number}"
-            stream = engine.stream(prompt, job.params, own_id, job.options, grammar)
-            streams.append(await stack.enter_async_context(aclosing(stream)))
+        for start in starts:
+            streams.append(await stack.enter_async_context(aclosing(start())))
             await asyncio.sleep(0)  # there may be a thousand, and others have their turn
         deltas = await stack.enter_async_context(aclosing(_merged(streams)))
         async for number, delta in deltas:
-            _check(delta, job.options)
-            yield number * job.params.num_sequences + delta.index, delta
+            _check(delta, options)
+            yield number, delta
 
 
 async def _merged(

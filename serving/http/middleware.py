@@ -13,7 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onnxport.serving.http import anthropic
 from onnxport.serving.http.errors import ApiError
 
-PROTECTED = ("/v1", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion")
+PROTECTED = (
+    *("/v1", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion"),
+    "/embedding",
+)
 PROBES = ("/v1/health",)  # which have no key
 TENANT = "tenant"  # in the state of a request
 

@@ -18,6 +18,7 @@ from onnxport.serving.http.errors import ApiError, shortened
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Embedder, PoolingParams
 from onnxport.serving.reasoning import AnyFormat
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.compiler import CompiledGrammar
@@ -164,6 +165,24 @@ class Engine(Protocol):
         grammar: CompiledGrammar | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a request now; yield the deltas of all its completions.
+
+        Closing the generator aborts the request.
+        """
+        ...
+
+    @property
+    def embedder(self) -> Embedder | None:
+        """How prompts are embedded; None: none are."""
+        ...
+
+    def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Check a prompt that is to be embedded now; yield its one delta.
 
         Closing the generator aborts the request.
         """

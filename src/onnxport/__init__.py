@@ -10,13 +10,22 @@ if TYPE_CHECKING:
     from onnxport.serving.beam_params import BeamSearchParams
     from onnxport.serving.llm import LLM
     from onnxport.serving.params import SamplingParams
+    from onnxport.serving.pooling import PoolingParams
     from onnxport.serving.structured.spec import StructuredOutputs
 
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "PoolingParams",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 _LAZY = {
     "BeamSearchParams": "onnxport.serving.beam_params",
     "LLM": "onnxport.serving.llm",
+    "PoolingParams": "onnxport.serving.pooling",
     "SamplingParams": "onnxport.serving.params",
     "StructuredOutputs": "onnxport.serving.structured.spec",
 }

@@ -127,8 +127,9 @@ def test_what_is_no_time(text: str) -> None:
 
 
 def test_what_is_not_given_is_the_engines_own_default() -> None:
-    for command in (["serve", "m"], ["generate", "m", "x"], ["chat", "m"]):
-        assert engine_config(parse(*command)) == EngineConfig()
+    assert engine_config(parse("serve", "m")) == EngineConfig()
+    for command in (["generate", "m", "x"], ["chat", "m"]):
+        assert engine_config(parse(*command)) == EngineConfig(embeddings=False)
 
 
 def test_every_field_of_the_engine_has_an_option() -> None:

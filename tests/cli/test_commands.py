@@ -25,7 +25,9 @@ from tests.waiting import PATIENCE_S
 
 from .conftest import command, onnxport
 
-COMMANDS = ["export", "generate", "chat", "serve", "verify", "bench", "devices", "version"]
+COMMANDS = [
+    *("export", "generate", "embed", "chat", "serve", "verify", "bench", "devices", "version")
+]
 
 
 def test_help_lists_the_commands() -> None:

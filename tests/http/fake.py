@@ -21,6 +21,7 @@ from onnxport.serving.fallback import Loss
 from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.outputs import CompletionDelta, Failure, FinishReason, Logprob
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Embedder, PoolingParams
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -70,6 +71,7 @@ class FakeEngine:
     max_logprobs: int | None = 20
     max_num_seqs: int = 4
     num_unfinished: int = 0
+    embedder: Embedder | None = None
 
     @property
     def most_prompts(self) -> int:
@@ -96,6 +98,15 @@ class FakeEngine:
 
     def add_listener(self, listener: Listener) -> None:
         self.listeners.append(listener)
+
+    def embed(
+        self,
+        prompt: str | Sequence[int],
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        raise AssertionError("nothing is embedded here")
 
     async def compile(self, form: StructuredOutputs) -> CompiledGrammar:
         self.compiled.append(form)

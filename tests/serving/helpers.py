@@ -17,6 +17,7 @@ from onnxport.serving.intake import SEED_STEP
 from onnxport.serving.llm import EngineOptions
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Embedder
 from onnxport.serving.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -64,6 +65,8 @@ def null_engine(
     clock: Callable[[], float] = time.monotonic,
     model_type: Callable[[NullOptions], NullModel] = NullModel,
     speculator: Guesses | None = None,
+    embedder: Embedder | None = None,
+    final_features: int | None = None,
     **config: Unpack[EngineOptions],
 ) -> Engine:
     model = model_type(
@@ -83,11 +86,15 @@ def null_engine(
             fails=fails,
             transfer_fails=transfer_fails,
             lost_at=lost_at,
+            final_features=(8 if embedder else 0) if final_features is None else final_features,
         )
     )
     engine_config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **config)
     standby = Standby(tuple(Fallback("null", lambda model=one: model) for one in fallbacks))
-    return Engine(model, tokenizer, engine_config, eos_token_ids, clock, standby, speculator)
+    return Engine(
+        *(model, tokenizer, engine_config, eos_token_ids, clock, standby, speculator),
+        embedder=embedder,
+    )
 
 
 def null_model(engine: Engine) -> NullModel:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from onnxport.cli.values import memory, positive, reasoning_parser, size
 from onnxport.errors import CapacityError, RequestError
+from onnxport.graphs.embedding_spec import POOLINGS, Dimensions
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 from onnxport.serving.speculation.config import SpeculationConfig
 
@@ -35,6 +37,9 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "max_host_adapters",
     "max_logprobs",
     "logprobs_mode",
+    "embeddings",
+    "pooling",
+    "matryoshka_dimensions",
 )
 EXPORT_OPTIONS = (
     "precision",
@@ -105,7 +110,8 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add what decides how an artifact is loaded."""
+    """Add what decides how an artifact is loaded, for nothing but texts that are generated."""
+    parser.set_defaults(embeddings=False)  # `add_embedding_options` changes that
     group = parser.add_argument_group("device")
     group.add_argument("--provider", default="auto", help="auto (default), cpu, …; see `devices`")
     group.add_argument(
@@ -251,6 +257,43 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         """'{"method": "ngram", "num_speculative_tokens": 5}', '{"method": "suffix"}' (also by """
         """earlier answers), '{"method": "grammar"}', """
         """'{"method": "draft_model", "model": "ARTIFACT"}', or eagle3 with a head's (none)""",
+    )
+
+
+def add_embedding_options(parser: argparse.ArgumentParser, *, is_choice: bool = True) -> None:
+    """Add how texts are embedded, and if that `is_choice` whether."""
+    group = parser.add_argument_group("embeddings")
+    if is_choice:
+        group.add_argument(
+            "--embeddings",
+            action=argparse.BooleanOptionalAction,
+            help="embed texts, too, for /v1/embeddings (on where the checkpoint is made for that)",
+        )
+    parser.set_defaults(embeddings=None if is_choice else True)
+    group.add_argument(
+        "--pooling",
+        choices=POOLINGS,
+        help="what a vector is made of: what the model makes of the last token, or the mean of all "
+        "(as the checkpoint says; else last)",
+    )
+    group.add_argument(
+        "--matryoshka-dimensions",
+        type=dimensions,
+        metavar="N,N",
+        help="vectors may be cut to so many numbers; any: to all (as the checkpoint says)",
+    )
+
+
+def dimensions(text: str) -> Dimensions:
+    """Return what vectors may be cut to."""
+    if text == "any":
+        return "any"
+    with suppress(ValueError):
+        found = tuple(int(part) for part in text.split(","))
+        if min(found) > 0:
+            return found
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither a list of numbers above 0, such as 256,512, nor any"
     )
 
 

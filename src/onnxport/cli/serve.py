@@ -18,6 +18,7 @@ from onnxport.cli.arguments import (
     Commands,
     add_cache_options,
     add_choice_options,
+    add_embedding_options,
     add_engine_options,
     add_export_options,
     add_load_options,
@@ -168,6 +169,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_load_options(parser)
     add_choice_options(parser)
     add_engine_options(parser)
+    add_embedding_options(parser)
     add_queue_options(parser)
     add_cache_options(parser)
     add_speculation_options(parser)

@@ -1,0 +1,149 @@
+"""The bodies of `/v1/embeddings` and of llama.cpp's `/embedding`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import Field, model_validator
+
+from onnxport.errors import RequestError
+from onnxport.serving.chat import check_variables
+from onnxport.serving.http.chat_messages import ChatMessage
+from onnxport.serving.http.fields import LABELS, check_json, check_neutral
+from onnxport.serving.http.prompts import Prompts
+from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TRUNCATED
+from onnxport.serving.http.request_ids import GivenId
+from onnxport.serving.http.strict import Strict
+from onnxport.serving.params import RequestOptions
+from onnxport.serving.pooling import PoolingParams
+
+NEUTRAL_EMBEDDING: Final[Mapping[str, Any]] = {
+    **LABELS,
+    **{"embed_dtype": ("float32",), "endianness": ("native", "little")},  # vLLM's
+    "mm_processor_kwargs": ({},),
+}
+OF_MESSAGES: Final = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+EUCLIDEAN, NO_NORM = 2, -1  # llama.cpp's numbers
+
+
+class EmbeddingFields(Strict):
+    """What both share: which model, and how the request is treated."""
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_EMBEDDING
+
+    model: str | None = None
+    request_id: GivenId | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        check_json(body)
+        check_neutral(body, cls.neutral)
+        return {name: value for name, value in body.items() if name not in cls.neutral}
+
+    def options(
+        self, tenant: str | None, timeout_s: float | None, adapter: str | None
+    ) -> RequestOptions:
+        """Return how the request is treated; see `RequestBody.options`."""
+        return RequestOptions(
+            priority=self.priority or 0,
+            tenant=(self.user or "") if tenant is None else tenant,
+            cache_salt=self.cache_salt,
+            adapter=adapter,
+            timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
+        )
+
+
+class EmbeddingRequest(EmbeddingFields):
+    """The body of `/v1/embeddings`: texts or tokens as OpenAI has them, or vLLM's conversation."""
+
+    input: Prompts | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = (
+        None
+    )
+    encoding_format: Literal["float", "base64"] | None = None  # float unless told otherwise
+    dimensions: int | None = None
+    normalize: bool | None = None  # as the model says, unless told otherwise
+    use_activation: bool | None = None  # vLLM's newer name of it
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
+    add_special_tokens: bool | None = None  # true of a text, false of a conversation
+    add_generation_prompt: bool | None = None  # false unless told otherwise
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    documents: ClassVar[None] = None  # see `chat_messages.Rendering`
+
+    @model_validator(mode="after")
+    def _check(self) -> EmbeddingRequest:
+        if (self.input is None) == (self.messages is None):
+            raise RequestError(
+                "send either input, a text, token ids, or a list of either, or messages, a "
+                "conversation",
+                "input",
+            )
+        if self.messages is None:
+            alone = [name for name in OF_MESSAGES if getattr(self, name) is not None]
+            if alone:
+                raise RequestError(
+                    f"{alone[0]} goes with messages; send these, or leave it out", alone[0]
+                )
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens is 0; use 1 or more, or -1 for as many as have room",
+                "truncate_prompt_tokens",
+            )
+        if None not in (self.normalize, self.use_activation):
+            raise RequestError(
+                "normalize and use_activation are two names of one field; send one of them",
+                "use_activation",
+            )
+        check_variables(self.chat_template_kwargs)
+        return self
+
+    def params(self) -> PoolingParams:
+        """Return how texts are embedded. Raises RequestError for a value out of its range."""
+        normalize = self.use_activation if self.normalize is None else self.normalize
+        return PoolingParams(self.dimensions, normalize)
+
+    def truncated(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """Return the end of a prompt, or its beginning, as `truncate_prompt_tokens` says."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        most = max_model_len if most == -1 else most
+        return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
+
+
+class LlamaEmbeddingRequest(EmbeddingFields):
+    """The body of `/embedding`, one text or several as llama.cpp calls them."""
+
+    content: Prompts | None = None
+    input: Prompts | None = None  # which it takes, too
+    embd_normalize: int | None = None  # 2, by their Euclidean length, unless told otherwise
+
+    @model_validator(mode="after")
+    def _check(self) -> LlamaEmbeddingRequest:
+        if (self.content is None) == (self.input is None):
+            raise RequestError(
+                "send content, a text, token ids, or a list of either; or the same as input",
+                "content",
+            )
+        if self.embd_normalize not in (None, EUCLIDEAN, NO_NORM):
+            raise RequestError(
+                f"embd_normalize is {self.embd_normalize}, which is not supported; send 2, for "
+                "vectors of length 1, or -1, for vectors as they are",
+                "embd_normalize",
+            )
+        return self
+
+    def params(self) -> PoolingParams:
+        """Return how texts are embedded."""
+        return PoolingParams(normalize=self.embd_normalize != NO_NORM)

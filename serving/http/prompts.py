@@ -1,0 +1,61 @@
+"""Prompts in every form of OpenAI's: a text, token ids, or a list of either."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
+from pydantic_core import PydanticCustomError
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.fields import are_ids, is_list
+from onnxport.serving.http.service import Service
+
+
+def _prompt(value: Any) -> Any:
+    """Return a prompt as it was given."""
+    if isinstance(value, str) or is_list(value, str) or are_ids(value):
+        return value
+    if is_list(value, list) and all(are_ids(one) for one in value):
+        return value
+    what = "a text, a list of texts, a list of token ids, or a list of such lists"
+    raise PydanticCustomError("union", "should be {what}", {"what": what})
+
+
+Prompts = Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
+
+
+def each_of(prompts: Prompts, name: str) -> list[str | list[int]]:
+    """Return one entry a prompt, a text or token ids.
+
+    Args:
+        prompts: as they were given.
+        name: of the field.
+
+    Raises:
+        RequestError: there is no prompt, or an empty one.
+    """
+    alone = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
+    listed: list[Any] = [prompts] if alone else list(prompts)
+    if not listed or any(isinstance(one, list) and not one for one in listed):
+        raise RequestError(f"{name} is empty; send a text, token ids, or a list of either", name)
+    return listed
+
+
+def encode(
+    service: Service, given: list[str | list[int]], special: bool, most_tokens: int | None
+) -> list[list[int]]:
+    """Return the token ids of each prompt.
+
+    Args:
+        service: whose tokenizer it is.
+        given: the prompts.
+        special: whether texts get special tokens.
+        most_tokens: that a text may become; None: as many as the context has.
+    """
+    most = most_tokens or service.engine.capabilities.max_model_len
+    texts = [one for one in given if isinstance(one, str)]
+    for text in texts:
+        service.tokenizer.check_length(text, most)
+    encoded = iter(service.tokenizer.encode_all(texts, add_special_tokens=special))
+    return [next(encoded) if isinstance(one, str) else one for one in given]

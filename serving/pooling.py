@@ -1,0 +1,212 @@
+"""Pooling: one vector of what the model makes of a prompt's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import RequestError
+from onnxport.graphs.embedding_spec import Dimensions, EmbeddingSpec, Pooling
+
+if TYPE_CHECKING:
+    from onnxport.serving.draft import StepPlan
+    from onnxport.serving.request import Request
+
+Floats = NDArray[np.float32]
+
+# What vLLM does where neither checkpoint nor user say.
+DEFAULT_POOLING: Final[Pooling] = "last"
+DEFAULT_NORMALIZED: Final = True
+NO_EMBEDDINGS: Final = (
+    "this server makes no embeddings; start it with --embeddings (LLM(embeddings=True))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """How one prompt is embedded.
+
+    Attributes:
+        dimensions: numbers of the vector, which is cut to its first ones; None: all.
+        normalize: whether the vector gets length 1; None: as the model says.
+
+    Raises:
+        RequestError: a value is out of its range; names it.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+    def __post_init__(self) -> None:
+        size, normalize = self.dimensions, self.normalize
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise RequestError(
+                f"dimensions is {size!r}; give a whole number of at least 1", "dimensions"
+            )
+        if not isinstance(normalize, bool | None):
+            raise RequestError(f"normalize is {normalize!r}; give true or false", "normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """How a model embeds: what its checkpoint says, and whoever runs it.
+
+    Attributes:
+        pooling: "last" takes what the model makes of the last token, "mean" the mean of all.
+        normalized: whether vectors of requests that do not say get length 1.
+        dimensions: what vectors may be cut to; None: they may not.
+        generates: whether the model has a head, so that it can generate as well.
+    """
+
+    pooling: Pooling = DEFAULT_POOLING
+    normalized: bool = DEFAULT_NORMALIZED
+    dimensions: Dimensions | None = None
+    generates: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        spec: EmbeddingSpec | None,
+        pooling: Pooling | None = None,
+        dimensions: Dimensions | None = None,
+    ) -> Embedder:
+        """Return how a model embeds.
+
+        Args:
+            spec: what its checkpoint says; None: nothing.
+            pooling: what is laid over that, as `dimensions`; None: nothing is.
+            dimensions: see the attribute.
+        """
+        spec = spec or EmbeddingSpec()
+        if dimensions is None and spec.matryoshka:
+            dimensions = spec.dimensions or "any"
+        return cls(
+            pooling or spec.pooling or DEFAULT_POOLING,
+            DEFAULT_NORMALIZED if spec.normalized is None else spec.normalized,
+            dimensions,
+            generates=not spec.only,
+        )
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the vector depends on what the model makes of every token of the prompt."""
+        return self.pooling == "mean"
+
+    def check(self, params: PoolingParams, size: int) -> None:
+        """Raise RequestError where a vector of `size` numbers cannot be cut as it is asked for."""
+        asked, allowed = params.dimensions, self.dimensions
+        if asked is None or asked == size:
+            return
+        if allowed is None:
+            raise RequestError(
+                f"dimensions is {asked}, and the vectors of this model, of {size} numbers, are not "
+                "known to mean anything if they are cut (Matryoshka); leave it out, or start the "
+                "server with --matryoshka-dimensions if they do",
+                "dimensions",
+            )
+        if allowed == "any":
+            if asked > size:
+                raise RequestError(
+                    f"dimensions is {asked}, and vectors have {size} numbers; ask for fewer",
+                    "dimensions",
+                )
+        elif asked not in allowed:
+            listed = ", ".join(map(str, allowed))
+            raise RequestError(
+                f"dimensions is {asked}; vectors of this model have {size} numbers, or are cut to "
+                f"{listed}",
+                "dimensions",
+            )
+
+
+class Pooler:
+    """The vector of one prompt, while its tokens are computed.
+
+    It reads what the model makes of tokens, each once, in their order. A prompt that is computed
+    again, since it has yielded, is told of them again, and what was read is not read anew.
+    """
+
+    __slots__ = ("_dimensions", "_normalizes", "_num_tokens", "_pooled", "_read", "pooling")
+
+    def __init__(self, embedder: Embedder, params: PoolingParams, num_tokens: int) -> None:
+        """Begin without any.
+
+        Args:
+            embedder: how the model embeds.
+            params: of the request.
+            num_tokens: of the prompt.
+        """
+        self.pooling = embedder.pooling
+        normalize = params.normalize
+        self._normalizes = embedder.normalized if normalize is None else normalize
+        self._dimensions = params.dimensions
+        self._num_tokens = num_tokens
+        self._read = 0  # tokens, the first ones
+        self._pooled: NDArray[np.float64] | None = None  # their sum, or what is of the last one
+
+    def read(self, first: int, states: Floats) -> None:
+        """Read what the model has made of tokens.
+
+        Args:
+            first: the number of the first of them, from 0.
+            states: float32 [num_tokens, hidden], which the next step may overwrite.
+        """
+        end = first + len(states)
+        if self.pooling == "last":
+            if end == self._num_tokens:
+                self._pooled = states[-1].astype(np.float64)
+            self._read = end
+            return
+        assert first <= self._read, f"tokens {self._read} to {first} were not told of"
+        if end <= self._read:
+            return
+        rows = states[self._read - first :].astype(np.float64)
+        if self._pooled is not None:
+            rows = np.concatenate([self._pooled[None], rows])
+        with np.errstate(all="ignore"):
+            # Row by row, in their order: the sum does not depend on where chunks begin.
+            self._pooled = np.add.reduce(rows, axis=0)
+        self._read = end
+
+    def vector(self) -> Floats | None:
+        """Return the vector, float32 [dimensions], in memory of its own; None: it is not finite.
+
+        All tokens have been read.
+        """
+        assert self._read == self._num_tokens, f"{self._read} of {self._num_tokens} tokens read"
+        assert self._pooled is not None
+        pooled = self._pooled
+        with np.errstate(all="ignore"):  # of numbers that are not finite
+            if self.pooling == "mean":
+                pooled = pooled / self._num_tokens
+            pooled = pooled[: self._dimensions]
+            if self._normalizes:
+                length = np.sqrt(np.dot(pooled, pooled))
+                pooled = pooled / length if length != 0 else pooled
+            vector = pooled.astype(np.float32)
+        return vector if np.isfinite(vector).all() else None
+
+
+def pool(plan: StepPlan, states: Floats) -> list[Request]:
+    """Let the prompts of a step that are embedded read what was made of their tokens.
+
+    Args:
+        plan: of the step.
+        states: float32 [plan.num_tokens, hidden].
+
+    Returns:
+        Those that have been read to their end.
+    """
+    done = []
+    start = 0
+    for row, request in enumerate(plan.requests):
+        past, new = plan.num_past[row], plan.num_new[row]
+        if request.pooler is not None:
+            request.pooler.read(past, states[start : start + new])
+            if past + new == len(request.tokens):
+                done.append(request)
+        start += new
+    return done
