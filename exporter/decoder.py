@@ -23,7 +23,7 @@ from onnxport.exporter.graph_parts import (
     rope_tables,
     sinks,
 )
-from onnxport.exporter.linear_batch import declare_rows, mix_by_rows
+from onnxport.exporter.linear_batch import declare_rows, find_padding, mix_by_rows
 from onnxport.exporter.linear_layer import (
     DeltaInputs,
     Mix,
@@ -406,9 +406,12 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             sinks=sinks(g, weights, layer),
         )
 
+    padding = None if spec.linear is None else find_padding(g, spec.linear)
+
     def mix(layer: int, inputs: DeltaInputs) -> str:
         assert spec.linear is not None
-        return mix_by_rows(g, spec.linear, dtype, layer, inputs)
+        assert padding is not None
+        return mix_by_rows(g, spec.linear, dtype, padding, layer, inputs)
 
     decoder = _Decoder(g, spec, weights, (0, 0), attend, mix)
     decoder.logits(decoder.body(None)[0])

@@ -1,10 +1,13 @@
 """Gated delta nets in the GQA graph, whose states are of a batch's rows.
 
-ONNX Runtime's own CPU provider has kernels of these operators. They know no padding: of a batch
-all rows are as long.
+ONNX Runtime's own CPU provider has kernels of these operators. They know no padding, which the
+first step of a batch may have behind its rows, as GroupQueryAttention takes it. So what is no token
+is made to change no state.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from onnx import TensorProto
@@ -34,15 +37,48 @@ def declare_rows(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
         g.output(names.gqa_present_recurrent_state(layer), TensorProto.FLOAT, recurrent)
 
 
+class Padding(NamedTuple):
+    """Which tokens of a step are some."""
+
+    real: str  # float32 [batch, seq, 1], 1 or 0
+    kept: str  # int64 [batch, kernel - 1, 1], which inputs are kept, of the last ones and these
+
+
+def find_padding(g: GraphBuilder, linear: LinearAttentionSpec) -> Padding:
+    """Compute what layers share: a row has all tokens of a step, or in the first one fewer."""
+    axis = g.constant(np.array([1], np.int64), "axis")
+    one = g.constant(np.array(1, np.int64), "one")
+    with g.scope("padding"):
+        seen = g.node("ReduceSum", [names.ATTENTION_MASK, axis], name="seen", keepdims=1)
+        seq = g.node("Gather", [g.node("Shape", [names.INPUT_IDS], name="shape"), one], name="seq")
+        count = g.node("Min", [seen, seq], name="count")  # [batch, 1]
+        zero = g.constant(np.array(0, np.int64), "zero")
+        places = g.node("Range", [zero, seq, one], name="places")
+        is_real = g.node("Less", [places, count], name="is_real")  # [batch, seq]
+        last = ops.last_axis(g)
+        column = g.node("Unsqueeze", [is_real, last], name="column")
+        real = ops.cast(g, column, TensorProto.FLOAT, "real")
+        behind = g.constant(np.arange(linear.kernel - 1, dtype=np.int64), "behind")
+        kept = g.node("Add", [count, behind], name="kept")
+        return Padding(real, g.node("Unsqueeze", [kept, last], name="kept.column"))
+
+
 def mix_by_rows(
-    g: GraphBuilder, linear: LinearAttentionSpec, dtype: int, layer: int, inputs: DeltaInputs
+    g: GraphBuilder,
+    linear: LinearAttentionSpec,
+    dtype: int,
+    padding: Padding,
+    layer: int,
+    inputs: DeltaInputs,
 ) -> str:
     """Convolution and delta rule in the GQA graph, the latter in float32.
 
     Returns:
         [batch, seq, value_heads, value_size], of the type `dtype`.
     """
+    _keep_inputs(g, padding, layer, inputs.qkv)
     q, k, v = _mixed(g, linear, layer, inputs)
+    beta = g.node("Sigmoid", [inputs.beta], name="beta")
     output, _ = g.node(
         "LinearAttention",
         [
@@ -50,8 +86,8 @@ def mix_by_rows(
             _unit(g, linear, k, linear.key_size**-0.5, "k"),
             v,
             names.gqa_past_recurrent_state(layer),
-            _log_decay(g, inputs),
-            g.node("Sigmoid", [inputs.beta], name="beta"),
+            g.node("Mul", [_log_decay(g, inputs), padding.real], name="decay.real"),
+            g.node("Mul", [beta, padding.real], name="beta.real"),
         ],
         outputs=[".out", names.gqa_present_recurrent_state(layer)],
         domain=names.MICROSOFT,
@@ -65,6 +101,15 @@ def mix_by_rows(
     return ops.cast(g, heads, dtype, "delta.cast")
 
 
+def _keep_inputs(g: GraphBuilder, padding: Padding, layer: int, qkv: str) -> None:
+    """Return the last inputs of the convolution, that are some, as a row's state."""
+    past, present = names.gqa_past_conv_state(layer), names.gqa_present_conv_state(layer)
+    before = g.node("Transpose", [past], name="state.read", perm=_CHANNELS_FIRST)
+    inputs = g.node("Concat", [before, qkv], name="state.inputs", axis=1)
+    kept = g.node("GatherND", [inputs, padding.kept], name="state.kept", batch_dims=1)
+    g.node("Transpose", [kept], outputs=[present], name="state.write", perm=_CHANNELS_FIRST)
+
+
 def _mixed(
     g: GraphBuilder, linear: LinearAttentionSpec, layer: int, inputs: DeltaInputs
 ) -> tuple[str, ...]:
@@ -73,7 +118,7 @@ def _mixed(
     output, _ = g.node(
         "CausalConvWithState",
         [first, inputs.kernel, "", names.gqa_past_conv_state(layer)],
-        outputs=[".out", names.gqa_present_conv_state(layer)],
+        outputs=[".out", ".state"],  # with what is no token
         domain=names.MICROSOFT,
         name="conv",
         activation="silu",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from onnxport.errors import CapacityError
 
@@ -25,6 +25,13 @@ class StateStep:
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]  # distinct ones, which nobody else owns
+
+
+class Kept(NamedTuple):
+    """A slot that was registered, under its key; another slot may have come in its place."""
+
+    slot: int
+    key: bytes
 
 
 class StatePool:
@@ -100,12 +107,14 @@ class StatePool:
                     self._kept[slot] = None
         return NO_TOKENS
 
-    def register(self, slot: int, key: bytes) -> None:
-        """Make a used slot findable. If another one is found under its key already, that stays."""
+    def register(self, slot: int, key: bytes) -> Kept | None:
+        """Make a used slot findable; None if another one is found under its key, which stays."""
         assert self._refs[slot] > 0, f"slot {slot} is free and cannot be registered"
-        if self._keys[slot] is None and key not in self._by_key:
-            self._keys[slot] = key
-            self._by_key[key] = slot
+        if self._keys[slot] is not None or key in self._by_key:
+            return None
+        self._keys[slot] = key
+        self._by_key[key] = slot
+        return Kept(slot, key)
 
     def hide(self, key: bytes) -> None:
         """Make the slot under a key, used or free, unfindable, if there is one."""
@@ -116,17 +125,20 @@ class StatePool:
                 del self._kept[slot]
                 self._blank.append(slot)
 
-    def hand_out_first(self, key: bytes) -> None:
-        """Let what is kept under a key, if it is, go before all else that is kept."""
-        slot = self._by_key.get(key)
-        if slot is not None and slot in self._kept:
-            self._kept.move_to_end(slot, last=False)
+    def drop(self, kept: Kept) -> None:
+        """Make what was registered unfindable, if it still is under its key."""
+        if self._by_key.get(kept.key) == kept.slot:
+            self.hide(kept.key)
 
-    def hand_out_last(self, key: bytes) -> None:
-        """Let what is kept under a key, if it is, go after all else that is kept."""
-        slot = self._by_key.get(key)
-        if slot is not None and slot in self._kept:
-            self._kept.move_to_end(slot)
+    def hand_out_first(self, kept: Kept) -> None:
+        """Let what was registered, if nobody uses it, go before all else that is kept."""
+        if self._by_key.get(kept.key) == kept.slot and kept.slot in self._kept:
+            self._kept.move_to_end(kept.slot, last=False)
+
+    def hand_out_last(self, kept: Kept) -> None:
+        """Let what was registered, if nobody uses it, go after all else that is kept."""
+        if self._by_key.get(kept.key) == kept.slot and kept.slot in self._kept:
+            self._kept.move_to_end(kept.slot)
 
     def reset_cache(self) -> None:
         """Forget every key."""

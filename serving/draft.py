@@ -34,6 +34,7 @@ class StepPlan:
     shared: Mapping[int, Found]  # row -> what is cached, that it goes on from
     copied: frozenset[int]  # rows that write to blocks which others own too, hence to copies
     sampled: tuple[int, ...]  # rows that reach their last token, and so sample the next one
+    stopped: frozenset[int]  # rows that end where their state should be kept
     drafts: Mapping[int, tuple[int, ...]]  # row -> guessed tokens that are computed after its own
     preempted: tuple[Request, ...]  # running requests that give their blocks back
     turns: Mapping[int, Turns]  # priority -> how its tenants took turns
@@ -286,12 +287,15 @@ class Draft:
     def freeze(self) -> StepPlan:
         """Return the plan."""
         sampled: list[int] = []
+        stopped: set[int] = set()
         num_logits: list[int] = []
         ends = zip(self.requests, self.num_past, self.num_new, strict=True)
         for row, (request, past, new) in enumerate(ends):
             beyond = past + new - len(request.tokens)
             if beyond >= 0:
                 sampled.append(row)
+            if past + new in self.stops.get(request, ()):
+                stopped.add(row)
             num_logits.append(new if request.scores_missing else max(0, 1 + beyond))
         return StepPlan(
             requests=tuple(self.requests),
@@ -303,6 +307,7 @@ class Draft:
             shared=self.shared,
             copied=frozenset(self.copied),
             sampled=tuple(sampled),
+            stopped=frozenset(stopped),
             drafts=self.drafts,
             preempted=tuple(self.preempted),
             turns=self.turns,

@@ -52,6 +52,7 @@ def following(plan: StepPlan, queues: Queues, pool: BlockPool) -> StepPlan | Non
         shared={},
         copied=frozenset(),
         sampled=plan.sampled,
+        stopped=frozenset(),
         drafts={},
         preempted=(),
         turns={},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.kv.prefix import KeyChain
-from onnxport.kv.states import NO_TOKENS
+from onnxport.kv.states import NO_TOKENS, Kept
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.adapting import Mirostat
@@ -67,8 +67,8 @@ class Request:
         table: the KV blocks of `tokens[:num_computed_tokens]`, and of a step in flight.
         state: the slot of the state after these tokens, `kv.states.NO_TOKENS` while there are none;
             that always of a model without states. The scheduler's own.
-        kept: the key of the last state of its output that can be found; None: none can, or another
-            sequence has its place. The scheduler's own.
+        kept: its latest state on its way that can be found, which the next one replaces; None:
+            there is none. The scheduler's own.
         keys: names the content of the blocks; None without prefix caching.
         forked: whether the last block may be another sequence's too.
         running: whether it holds rows of the step; else it waits. The scheduler's own.
@@ -205,7 +205,7 @@ class Request:
         self.adapter = adapter
         self.table = BlockTable()
         self.state = NO_TOKENS
-        self.kept: bytes | None = None
+        self.kept: Kept | None = None
         self.keys = keys
         self.forked = False
         self.siblings: tuple[Request, ...] = ()

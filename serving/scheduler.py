@@ -371,7 +371,7 @@ class Scheduler:
             request.num_computed_tokens = total
             if total // block_size > num_past // block_size and request.keys is not None:
                 self._register(request, num_past // block_size, total // block_size, right)
-                self._keep_state(request)
+                self._keep_state(request, stopped=row in plan.stopped)
             if gives_up:
                 kv.give_up(self._pool, request.table, total)
         for row in plan.sampled:
@@ -488,24 +488,27 @@ class Scheduler:
         assert found is not None, f"{request} goes on from a state that is gone"
         return found
 
-    def _keep_state(self, request: Request) -> None:
+    def _keep_state(self, request: Request, *, stopped: bool) -> None:
         """Make the state of a request findable if it is that of whole blocks.
 
-        Of the states of its output the latest is enough, and others' prompts are worth more as
-        long as it goes on.
+        Of those on its way, in a prompt or its output, the latest is enough, and others' states are
+        worth more as long as it goes on.
+
+        Args:
+            request: whose state.
+            stopped: whether the step ended there so that the state is kept.
         """
-        if self._states is None:
-            return
         index, partial = divmod(request.num_computed_tokens, self._pool.block_size)
-        assert request.keys is not None
-        if partial:
+        if self._states is None or partial:
             return
+        assert request.keys is not None
+        if request.kept is not None:
+            self._states.drop(request.kept)
         key = request.keys.key(index - 1)
-        self._states.register(request.state, key)
-        if request.num_computed_tokens > request.num_prompt_tokens:
-            if request.kept is not None:
-                self._states.hide(request.kept)
-            request.kept = key
+        if stopped:  # one on another's way would be replaced
+            self._states.hide(key)
+        kept = self._states.register(request.state, key)
+        request.kept = None if stopped else kept
 
     def _share_state(self, request: Request) -> int:
         """Return the state of a request for another one, which owns it too from now on."""

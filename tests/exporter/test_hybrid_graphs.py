@@ -78,24 +78,38 @@ def test_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
     check_golden(Artifact.read(path))
 
 
-def test_each_row_of_a_batch_has_a_state_of_its_own(exported: Exported) -> None:
+def test_a_padded_batch(exported: Exported) -> None:
+    """As GroupQueryAttention takes it: behind the rows, in the first step alone."""
     model, artifact = exported
-    rows = np.stack([checkpoints.tokens(seed) for seed in (1, 2)])
+    long, short = checkpoints.tokens(1, 8), checkpoints.tokens(2, 6)
     spec = artifact.manifest.model
     assert spec.linear is not None
     heads, value_size, key_size = spec.linear.recurrent_state
     cache = np.zeros((2, spec.num_kv_heads, 0, spec.head_size), np.float32)
-    feeds: dict[str, NDArray[Any]] = {
-        contract.INPUT_IDS: rows,
-        contract.ATTENTION_MASK: np.ones(rows.shape, np.int64),
-    }
+    past: dict[str, NDArray[Any]] = {}
     for layer in spec.cached_layers:
-        feeds |= {contract.past_key(layer): cache, contract.past_value(layer): cache}
+        past |= {contract.past_key(layer): cache, contract.past_value(layer): cache}
     for layer in spec.linear_layers:
         conv = np.zeros((2, *spec.linear.conv_state), np.float32)
-        feeds[contract.gqa_past_conv_state(layer)] = conv
+        past[contract.gqa_past_conv_state(layer)] = conv
         recurrent = np.zeros((2, heads, key_size, value_size), np.float32)
-        feeds[contract.gqa_past_recurrent_state(layer)] = recurrent
-    (logits,) = start(artifact, "gqa").run([contract.LOGITS], feeds)
-    for row, found in zip(rows, logits, strict=True):
-        np.testing.assert_allclose(found, checkpoints.logits(model, row), atol=1e-4)
+        past[contract.gqa_past_recurrent_state(layer)] = recurrent
+    session = start(artifact, "gqa")
+    presents = [name.replace("past_key_values", "present") for name in past]
+
+    def step(rows: list[NDArray[np.int64]], lengths: tuple[int, int]) -> NDArray[np.float32]:
+        mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+        feeds = {contract.INPUT_IDS: np.stack(rows), contract.ATTENTION_MASK: mask.astype(np.int64)}
+        logits, *states = session.run([contract.LOGITS, *presents], {**feeds, **past})
+        past.update(zip(past, states, strict=True))
+        return logits
+
+    expected = checkpoints.logits(model, long), checkpoints.logits(model, short)
+    found = step([long[:4], np.pad(short[:2], (0, 2), constant_values=7)], (4, 2))
+    np.testing.assert_allclose(found[0], expected[0][:4], atol=1e-4)
+    np.testing.assert_allclose(found[1, :2], expected[1][:2], atol=1e-4)
+    for more in range(4):
+        at = (4 + more, 2 + more)
+        found = step([long[at[0]][None], short[at[1]][None]], (at[0] + 1, at[1] + 1))
+        np.testing.assert_allclose(found[0, 0], expected[0][at[0]], atol=1e-4)
+        np.testing.assert_allclose(found[1, 0], expected[1][at[1]], atol=1e-4)

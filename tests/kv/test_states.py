@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from onnxport.errors import CapacityError
-from onnxport.kv.states import NO_TOKENS, StatePool, StateStep
+from onnxport.kv.states import NO_TOKENS, Kept, StatePool, StateStep
 from tests.tiers import examples
 
 
@@ -131,13 +131,24 @@ def test_what_a_step_reads_is_not_handed_out_for_it() -> None:
 
 def test_an_order_can_be_changed() -> None:
     pool = keeping(7, 8, 9)
-    pool.hand_out_first(key(9))
+    last = Kept(3, key(9))
+    pool.hand_out_first(last)
     assert pool.free_slots() == (4, 3, 1, 2)
-    pool.hand_out_last(key(1))  # there is none
-    pool.hand_out_last(key(9))
+    for other in (Kept(3, key(1)), Kept(2, key(9))):  # it is another's by now
+        pool.hand_out_last(other)
+        pool.drop(other)
+    assert pool.free_slots() == (4, 3, 1, 2)
+    pool.hand_out_last(last)
+    assert pool.free_slots() == (4, 1, 2, 3)
+    for other in (Kept(1, key(1)), Kept(2, key(7))):
+        pool.hand_out_first(other)
     assert pool.free_slots() == (4, 1, 2, 3)
     pool.share(3)
-    pool.hand_out_first(key(9))  # it is used
+    pool.hand_out_first(last)  # it is used
+    pool.hand_out_last(last)
+    pool.check([3])
+    pool.drop(last)
+    assert pool.find(key(9)) is None
     pool.check([3])
 
 
@@ -156,7 +167,7 @@ def test_what_is_hidden_is_found_no_more() -> None:
 def test_the_first_state_of_the_same_tokens_stays() -> None:
     pool = keeping(7)
     [slot] = pool.reserve([NO_TOKENS]).writes
-    pool.register(slot, key(7))
+    assert pool.register(slot, key(7)) is None
     assert pool.find(key(7)) == 1
     pool.release(slot)
     assert pool.blank_slots() == (2, 3, 4)
@@ -222,9 +233,9 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data(), number=st.integers(0, 5))
     def keep(self, data: st.DataObject, number: int) -> None:
         slot = data.draw(st.sampled_from(self.held))
-        was_there = self.pool.find(key(number)) is not None
-        self.pool.register(slot, key(number))
-        if not was_there and self.pool.find(key(number)) == slot:
+        kept = self.pool.register(slot, key(number))
+        if kept is not None:
+            assert kept == Kept(slot, key(number))
             self.kept[key(number)] = self.content[slot]
 
     @precondition(lambda self: self.held)
@@ -233,16 +244,23 @@ class StateMachine(RuleBasedStateMachine):
         at = data.draw(st.integers(0, len(self.held) - 1))
         self.pool.release(self.held.pop(at))
 
-    @rule(number=st.integers(0, 5), how=st.sampled_from(["hide", "first", "last", "reset"]))
-    def change(self, number: int, how: str) -> None:
+    @rule(
+        number=st.integers(0, 5),
+        slot=st.integers(1, 4),
+        how=st.sampled_from(["hide", "drop", "first", "last", "reset"]),
+    )
+    def change(self, number: int, slot: int, how: str) -> None:
+        kept = Kept(slot, key(number))
         if how == "reset":
             self.pool.reset_cache()
         elif how == "hide":
             self.pool.hide(key(number))
         elif how == "first":
-            self.pool.hand_out_first(key(number))
+            self.pool.hand_out_first(kept)
+        elif how == "drop":
+            self.pool.drop(kept)
         else:
-            self.pool.hand_out_last(key(number))
+            self.pool.hand_out_last(kept)
 
     @invariant()
     def nothing_leaks(self) -> None:

@@ -156,7 +156,8 @@ def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> N
 def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_library() is None or features("cpu").attention == ("custom", "decomposed")
     monkeypatch.setattr(library, "find_library", lambda: None)
-    expected = Features(("decomposed",), ("float32",), ("float32",), has_experts=True)
+    able = {"has_experts": True, "has_states": True}
+    expected = Features(("decomposed",), ("float32",), ("float32",), **able)
     assert features("cpu") == expected
 
 

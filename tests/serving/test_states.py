@@ -159,9 +159,9 @@ def test_a_request_starts_from_the_longest_state_that_is_there() -> None:
     states.submit("b", range(40), cached=True)
     assert states.slots() == [("a", 0, 1)]
     assert states.slots() == [("a", 1, 2)]
-    assert states.slots() == [("a", 2, 3), ("b", 2, 4)]  # it had to wait for tokens of a step
+    assert states.slots() == [("a", 2, 1), ("b", 2, 3)]  # it had to wait for tokens of a step
     assert states.requests["b"].num_computed_tokens == 36
-    assert states.slots() == [("a", 3, 5), ("b", 4, 6)]
+    assert states.slots() == [("a", 1, 2), ("b", 3, 4)]
 
 
 def test_who_runs_goes_on_from_a_state_of_its_own() -> None:
@@ -173,7 +173,7 @@ def test_who_runs_goes_on_from_a_state_of_its_own() -> None:
     states.step(only=["b"])
     states.step(only=["b"])
     assert [one.num_computed_tokens for one in states.requests.values()] == [16, 36]
-    assert states.slots()[0] == ("a", own, 4)  # and K/V that are there are computed again
+    assert states.slots()[0] == ("a", own, 2)  # and K/V that are there are computed again
     assert states.requests["a"].num_computed_tokens == 32
 
 
@@ -200,6 +200,41 @@ def test_of_the_states_of_an_answer_the_latest_is_kept_longest() -> None:
     assert found == [1, 6]  # of 8 tokens, and of 28
     states.finish("a")
     assert pool.free_slots()[-2:] == (pool.find(keys.key(1)), pool.find(keys.key(6)))
+
+
+def test_a_state_where_one_stops_outlives_that_of_another_on_its_way() -> None:
+    states = caching()
+    states.submit("x", range(100, 108))
+    states.submit("a", range(18), cached=True)
+    states.slots()
+    states.submit("y", range(200, 208))
+    states.submit("b", range(60), cached=True)
+    states.step(only=["y", "b"])
+    lengths = {name: one.num_computed_tokens for name, one in states.requests.items()}
+    assert lengths == {"x": 8, "a": 8, "y": 8, "b": 16}
+    pool, keys = states.pool_of_states, states.requests["a"].keys
+    assert keys is not None
+    assert pool.find(keys.key(3)) == states.requests["b"].state
+    states.step(only=["a"])
+    assert pool.find(keys.key(3)) == states.requests["a"].state
+    for _ in range(4):
+        states.step(only=["b"])
+    assert pool.find(keys.key(3)) is not None
+    assert states.requests["b"].num_computed_tokens == 60
+
+
+def test_states_on_the_way_through_a_prompt_are_replaced() -> None:
+    states = caching()
+    states.submit("a", range(60), cached=True)
+    pool, keys = states.pool_of_states, states.requests["a"].keys
+    assert keys is not None
+    found = []
+    for _ in range(5):
+        states.slots()
+        found.append([one for one in range(len(keys)) if pool.find(keys.key(one)) is not None])
+    assert found == [[3], [7], [11], [13], [13, 14]]  # 56 is its stop, and 60 its end
+    states.finish("a")
+    assert pool.free_slots()[-2:] == (pool.find(keys.key(13)), pool.find(keys.key(14)))
 
 
 # The packer.
