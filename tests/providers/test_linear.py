@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from onnxport.errors import CapacityError, ProviderError
@@ -159,6 +160,21 @@ def test_a_step_in_parts(made: Maker) -> None:
     for one, other in zip(*found, strict=True):
         for row in tokens:
             np.testing.assert_allclose(one[row], other[row], atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", KINDS)
+def test_what_layers_read_is_told(made: Maker, attention: Attention) -> None:
+    """Those with a state and those without."""
+    path, peer = made("qwen3.5", "fp32")
+    ids = prompts()[0]
+    with torch.no_grad():
+        every = peer(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    wanted = np.concatenate([every[layer][0].numpy() for layer in (1, 3)], axis=1)
+    with opened(path, attention, hidden_layers=(1, 3)) as model:
+        inputs = Stateful(model, 1).inputs({0: ids}, [1])
+        told = np.zeros((len(ids), model.capabilities.features), np.float32)
+        model.run(replace(inputs, hidden_states=told))
+    np.testing.assert_allclose(told, wanted, atol=1e-4)
 
 
 def test_what_is_loaded(made: Maker) -> None:
