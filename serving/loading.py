@@ -85,6 +85,7 @@ def open_engine(
     refuse_head(artifact)
     embedder = choose_embedder(artifact, config)
     if embedder is not None:
+        logger.info("texts are embedded: %s", embedder)
         chosen = replace(chosen, final_states=True)
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
