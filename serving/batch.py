@@ -126,7 +126,7 @@ class BatchPacker:
         total = list(map(operator.add, plan.num_past, plan.num_new))
         exact, allowed = self._pack_allowed(plan)
         tables = self._pack_block_tables(plan)
-        races = _races(plan) if exact is not None else None
+        races = _races(plan) if exact is not None and plan.sampled else None
         scales = _summary_scales(plan) if self._summary_floats else None
         return StepInputs(
             input_ids=self._pack_input_ids(plan, ends[-1]),
@@ -149,8 +149,10 @@ class BatchPacker:
         self, plan: StepPlan
     ) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
         """Return EXACT_LOGITS and ALLOWED_TOKENS; `narrow` completes rows that have a grammar."""
-        if not self._takes_exact_logits or not plan.sampled:
+        if not self._takes_exact_logits:
             return None, None
+        if not plan.sampled:
+            return self._pack_unread(plan)
         narrowed = [bool(self._mask_words) and may_narrow(one) for one in plan.requests]
         wanted = list(map(_exact, plan.requests, narrowed))
         if not any(wanted) and not any(narrowed):
@@ -168,6 +170,17 @@ class BatchPacker:
                 words = request.allowed_words
                 allowed[start:end] = EVERY_TOKEN if words is None else words
         return exact, allowed
+
+    def _pack_unread(
+        self, plan: StepPlan
+    ) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
+        """Let the model compute no more than one logit of a row that nobody reads."""
+        if any(plan.num_logits) or not self._mask_words:
+            return None, None
+        allowed = self._allowed_tokens.shaped((1, self._mask_words))
+        allowed[0] = 0
+        allowed[0, 0] = 1
+        return self._exact_logits.fill([1]), allowed
 
     def _pack_races(self, races: list[float]) -> NDArray[np.float64]:
         packed = self._races.shaped((len(races) // 2, 2))

@@ -90,6 +90,7 @@ def open_engine(
         chosen = replace(chosen, state_slots=chosen.state_slots or slots_wanted(config))
     embedder = choose_embedder(artifact, config)
     if embedder is not None:
+        logger.info("texts are embedded: %s", embedder)
         chosen = replace(chosen, final_states=True)
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None

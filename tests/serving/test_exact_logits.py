@@ -150,6 +150,28 @@ def test_rows_that_sample_nothing_have_none() -> None:
     assert told(bench, packer()) == [1]
 
 
+def test_of_a_row_that_nobody_reads_one_logit_is_computed() -> None:
+    bench = submitted(("a", 9, 1), budget=6)
+    bench.requests["a"].per_unit = 1.5  # its token is drawn from all
+    masking = BatchPacker(8, 16, takes_exact_logits=True, mask_words=16)
+    plan = bench.scheduler.plan()
+    reservation = bench.scheduler.reserve(plan)
+    inputs = masking.pack(plan)
+    assert inputs.exact_logits is not None
+    assert inputs.allowed_tokens is not None
+    assert inputs.exact_logits.tolist() == [1]
+    assert inputs.allowed_tokens.tolist() == [[1] + [0] * 15]
+    assert inputs.races is None
+    bench.scheduler.commit(plan, reservation)
+    inputs = masking.pack(bench.scheduler.plan())  # its token is drawn
+    assert inputs.exact_logits is not None
+    assert (inputs.exact_logits.tolist(), inputs.allowed_tokens) == ([1], None)
+    bench = submitted(("a", 9, 1), budget=6)
+    bench.requests["a"].scores = []  # log probabilities of its prompt are wanted
+    inputs = masking.pack(bench.scheduler.plan())
+    assert (inputs.exact_logits, inputs.allowed_tokens) == (None, None)
+
+
 def test_a_draft_has_the_number_of_its_row() -> None:
     bench = submitted(("a", 3, 1), ("b", 2, 9), ("c", 1, 0))
     told(bench, packer())

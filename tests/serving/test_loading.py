@@ -39,7 +39,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
         calls.append((getattr(given, "path", given), provider, options, model))
         return model
 
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC, fingerprint="f")
+    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC, fingerprint="f", embedding=None)
     monkeypatch.setattr(
         loading,
         "read_artifact",
@@ -47,6 +47,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
     )
     monkeypatch.setattr(loading, "open_model", open_model)
     return calls
+
+
+def test_a_model_tells_its_final_norms_states_where_prompts_are_embedded(
+    opened: list[tuple[Path, str, LoadOptions, NullModel]], tmp_path: Path
+) -> None:
+    for config in (None, EngineConfig(embeddings=True), EngineConfig(pooling="mean")):
+        loading.open_engine(tmp_path, config=config, needs_tokenizer=False).close()
+    assert [options.final_states for _, _, options, _ in opened] == [False, True, True]
 
 
 def test_an_engine_has_the_artifact_s_tokenizer_and_end_tokens(
@@ -126,7 +134,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Excepti
 
 def stored(path: Path, fingerprint: str = "f", end: tuple[int, ...] = ()) -> Any:
     """What is read of an artifact."""
-    manifest = SimpleNamespace(eos_token_ids=end, model=SPEC, fingerprint=fingerprint)
+    manifest = SimpleNamespace(
+        eos_token_ids=end, model=SPEC, fingerprint=fingerprint, embedding=None
+    )
     return SimpleNamespace(path=path, manifest=manifest)
 
 
