@@ -36,7 +36,9 @@ struct Array {
   T* as() {
     return present ? reinterpret_cast<T*>(bytes.data()) : nullptr;
   }
-  void write() const { std::fwrite(bytes.data(), 1, bytes.size(), stdout); }
+  void write() const {
+    if (!bytes.empty()) std::fwrite(bytes.data(), 1, bytes.size(), stdout);
+  }
 };
 
 }  // namespace

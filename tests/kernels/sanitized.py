@@ -16,6 +16,7 @@ from tests.kernels import (
     experts_cases,
     float_experts_cases,
     fp4_cases,
+    latent_cases,
     matmul_cases,
     matmul_lora_cases,
     mlp_cases,
@@ -36,8 +37,9 @@ def main() -> None:
     path, num_cases = Path(sys.argv[1]), int(sys.argv[2])
     library = load_library(path)
     isas = [isa for isa in ISAS if library.onnxport_cpu_set_isa(isa.encode())]
-    for seed in range(FIRST_SEED, FIRST_SEED + num_cases):
-        case = random_case(seed)
+    seeds = range(FIRST_SEED, FIRST_SEED + num_cases)
+    latents = [latent_cases.random_case(seed) for seed in seeds[: num_cases // 4]]
+    for case in itertools.chain(map(random_case, seeds), latents):
         for isa in isas:
             library.onnxport_cpu_set_isa(isa.encode())
             check(case, run_ort.run(path, case))

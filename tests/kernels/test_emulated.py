@@ -26,6 +26,7 @@ FILES = [
     "int4_cache",
     "int8_cache",
     "invariance",
+    "latent",
     "lora",
     "matmul",
     "matmul_lora",

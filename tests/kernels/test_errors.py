@@ -131,7 +131,7 @@ def test_bad_head_size(library_path: Path, head_size: int) -> None:
 
 
 BAD_ATTRIBUTES = [
-    ({"kv_cache_layout": "LATENT"}, "kv_cache_layout must be SEPARATE, found 'LATENT'"),
+    ({"kv_cache_layout": "LATENT"}, "kv_num_heads must be 1 in the LATENT layout, found 2"),
     (
         {"cache_layout": "blocked"},
         "cache_layout must be canonical, tiled or paired, found 'blocked'",

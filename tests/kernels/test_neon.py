@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import standalone
+from tests.kernels import latent_cases, standalone
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 
@@ -28,5 +28,6 @@ def test_random_cases(tmp_path: Path, isa: str) -> None:
     standalone.build(COMPILER, executable, "-static")
     command = [*([EMULATOR] if EMULATOR else []), str(executable)]
     cases = [random_case(seed) for seed in range(NUM_CASES)]
+    cases += [latent_cases.random_case(seed) for seed in range(NUM_CASES // 4)]
     for case, found in zip(cases, standalone.run(command, isa, cases), strict=True):
         check(case, found)

@@ -16,6 +16,7 @@ from onnxport.providers.cpu.library import matmul_isa
 from tests.kernels import (
     coarse_cases,
     experts_cases,
+    latent_cases,
     matmul_standalone,
     mlp_cases,
     norm_cases,
@@ -135,6 +136,7 @@ def test_threads_sanitized(tmp_path: Path) -> None:
     executable = tmp_path / "driver"
     standalone.build("g++", executable, "-fsanitize=thread", "-g1")
     cases = [random_case(seed) for seed in range(NUM_CASES)]
+    cases += [latent_cases.random_case(seed) for seed in range(NUM_CASES // 10)]
     for case, found in zip(
         cases, standalone.run([str(executable)], "portable", cases), strict=True
     ):

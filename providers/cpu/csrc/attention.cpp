@@ -30,6 +30,9 @@ constexpr size_t kEnoughBlocks = 32;
 constexpr int64_t kMostStateFloats = 8 << 20, kStateThreads = 4;
 // Rows of several sequences that go together over keys they share, at most.
 constexpr int64_t kSharedRows = 64;
+// Rows of latents in a task where they cannot be divided along their keys, at most: with up to 128 heads
+// a long sequence would be one thread's.
+constexpr int32_t kLatentRows = 32;
 // Heads take turns while so many tasks are left for each thread.
 constexpr size_t kTasksPerThread = 8;
 
@@ -397,6 +400,16 @@ size_t num_threads() {
   return told ? told : processors;
 }
 
+// Divides a block of rows of latents into some of fewer rows, which read the same keys.
+void divide_rows(const RowBlock& block, Workspace& space) {
+  for (int32_t begin = block.row_begin; begin < block.row_end; begin += kLatentRows) {
+    RowBlock part = block;
+    part.row_begin = begin;
+    part.row_end = std::min(block.row_end, begin + kLatentRows);
+    space.work.push_back({part, 0, 0, false});
+  }
+}
+
 // How many heads of the same few rows go to one task: as many as leave some for every thread.
 size_t heads_together(const Kernels& kernels, const RowBlock& block, size_t num_blocks) {
   if (rows_of(block) > kTurnRows) return 1;
@@ -437,6 +450,8 @@ size_t plan_work(const Problem& p, const Kernels& kernels, size_t done, Workspac
     } else if (is_divided && floats <= floats_left) {
       divide(p, begin, end, nullptr, space);
       floats_left -= floats;
+    } else if (is_divided && p.latent) {
+      divide_rows(first, space);
     } else {
       const size_t together = heads_together(kernels, first, blocks.size());
       for (size_t i = begin; i < end; i += together)
