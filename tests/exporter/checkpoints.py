@@ -398,13 +398,23 @@ CASES: Mapping[str, Case] = {
         {
             "head_dim": 16,
             "n_routed_experts": 6,
-            "n_group": 3,
-            "topk_group": 2,
             "n_shared_experts": 2,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "sliding_window": 6,
             "max_window_layers": 1,
+        },
+    ),
+    "solar-open-groups": Case(
+        "solar_open",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "intermediate_size": None,
         },
     ),
     "solar-open": Case(
