@@ -186,6 +186,34 @@ async def test_what_is_cached_is_told(model_folder: Path) -> None:
             assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
+async def test_metrics_count_them_as_other_requests(model_folder: Path) -> None:
+    async with serving(model_folder) as server:
+        await server.post(input=[[1, 2, 3], [4, 5]])
+        text = (await server.http.get("/metrics")).text
+        found = {
+            name: value
+            for name, _, value in (line.rpartition(" ") for line in text.splitlines())
+            if name.startswith("vllm:")
+        }
+        labels = 'engine="0",model_name="model"'
+        counted = {
+            f'vllm:request_success_total{{{labels},finished_reason="stop"}}': 2,
+            f"vllm:prompt_tokens_total{{{labels}}}": 5,
+            f"vllm:generation_tokens_total{{{labels}}}": 0,
+            f"vllm:request_prompt_tokens_sum{{{labels}}}": 5,
+            f"vllm:time_to_first_token_seconds_sum{{{labels}}}": 0,
+            f"vllm:request_params_max_tokens_sum{{{labels}}}": 0,
+        }
+        flat = {_sorted(name): float(value) for name, value in found.items()}
+        assert {name: flat[_sorted(name)] for name in counted} == counted
+
+
+def _sorted(sample: str) -> tuple[str, tuple[str, ...]]:
+    """A sample's name and labels, in whatever order."""
+    name, _, labels = sample.partition("{")
+    return name, tuple(sorted(labels.rstrip("}").split(",")))
+
+
 async def test_an_adapter_is_picked_by_name(model_folder: Path) -> None:
     async with serving(model_folder, max_adapters=1) as server:
         plain = await server.post(input="ab", model="model")

@@ -209,6 +209,7 @@ def test_what_cannot_be_known_is_not_kept(tiny_artifact: ArtifactMaker, tmp_path
         ({"attention": "decomposed"}, None, None),
         ({"kv_cache_dtype": "float16"}, None, None),
         ({"coarse_head": False}, None, None),
+        ({"final_states": True}, None, None),
         ({}, "matmul_isa", None),
         ({}, "prefers_pairs", "another"),
         ({}, "converts_half", "another"),
