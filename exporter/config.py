@@ -126,7 +126,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
-    {"glm", "glm4_moe", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+    {"glm", "glm4_moe", "minimax_m2", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 )
 
 

@@ -24,6 +24,8 @@ Exported = tuple[PreTrainedModel, Artifact]
 FAST = {
     "deepseek-v2",
     "deepseek-v3",
+    "exaone-moe",
+    "exaone4",
     "gemma2",
     "gemma3",
     "gemma3-images",
@@ -32,6 +34,7 @@ FAST = {
     "granitemoe",
     "llama",
     "llama-mqa-biases",
+    "minimax-m2",
     "mistral-window",
     "olmo2",
     "olmo3",

@@ -139,9 +139,7 @@ def session(
     results = [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["tokens", "hidden"])]
     for name in caches:
         shape = [f"{name}_out_{i}" for i in range(4)]
-        results.append(
-            helper.make_tensor_value_info(f"{name}_out", ONNX_TYPES[cache_type], shape)
-        )
+        results.append(helper.make_tensor_value_info(f"{name}_out", ONNX_TYPES[cache_type], shape))
     graph = helper.make_graph([node], "paged_attention", values, results)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -74,9 +74,7 @@ def blocks_of(past: list[int], new: list[int]) -> list[int]:
     return [-(-(p + n) // BLOCK_SIZE) for p, n in zip(past, new, strict=True)]
 
 
-def mixed_case(
-    seed: int, cache_type: str, layout: str, heads: tuple[int, int] = (2, 3)
-) -> Case:
+def mixed_case(seed: int, cache_type: str, layout: str, heads: tuple[int, int] = (2, 3)) -> Case:
     """A long decode, a prefill, a chunk and a sequence without new tokens."""
     rng = np.random.default_rng(seed)
     past, new = [1400, 0, 530, 9], [1, 70, 40, 0]
