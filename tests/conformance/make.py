@@ -52,6 +52,8 @@ ONCE: Final = (
     ("granite", "int8"),
     ("granitemoe", "int4"),
     ("helium", "fp16"),
+    ("hunyuan", "int4"),
+    ("hunyuan-moe", "fp16"),
     ("ministral3-text", "int4"),
     ("minimax-m2", "fp16"),
     ("mixtral", "fp16"),

@@ -476,6 +476,42 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "hunyuan": Case(  # RoPE of another base, and norms behind it
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 32,
+            "rms_norm_eps": 0.05,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 500.0,
+                "alpha": 8.0,
+                "factor": 1.0,
+                "beta_fast": 32,
+            },
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "hunyuan-biases": Case(
+        "hunyuan_v1_dense", {"num_key_value_heads": 4, "attention_bias": True, "head_dim": 16}
+    ),
+    "hunyuan-moe": Case(
+        "hunyuan_v1_moe",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_experts": 8,
+            "moe_topk": 3,
+            "intermediate_size": 64,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 500.0,
+                "alpha": 8.0,
+                "factor": 1.0,
+            },
+        },
+        torch.bfloat16,
+    ),
     "minimax-m2": Case(  # half of each head rotates
         "minimax_m2",
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def spec_of(config: Config, context_length: int | None = None) -> ArchSpec:
 def respelled(values: Mapping[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers 5 writes it again."""
     told = {key: one for key, one in values.items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(values["model_type"], **told)
+    config = AutoConfig.for_model(values["model_type"], **deepcopy(told))
     config.architectures = values["architectures"]
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     assert "rope_theta" not in written

@@ -32,6 +32,8 @@ FAST = {
     "glm4-moe",
     "granite",
     "granitemoe",
+    "hunyuan",
+    "hunyuan-moe",
     "llama",
     "llama-mqa-biases",
     "minimax-m2",
