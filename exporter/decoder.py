@@ -79,7 +79,12 @@ class _Decoder:
                 attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
+                    if spec.parallel_layers:
+                        read = select(read)
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
+                if spec.parallel_layers:
+                    delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
+                    continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read)
         return self.norm(hidden, delta, FINAL_NORM)
@@ -134,6 +139,10 @@ class _Decoder:
         weight = self.g.weight(self.weights.vectors[role])
         name = role.rpartition(".")[2]
         epsilon = self.spec.rms_norm_eps
+        if self.spec.layer_norms:
+            if delta:
+                hidden = self.g.node("Add", [hidden, delta], name="residual")
+            return ops.layer_norm(self.g, hidden, weight, epsilon, name), hidden
         if not delta:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)

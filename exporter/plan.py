@@ -166,6 +166,7 @@ def _layer_norms(
             found["q_latent_norm"] = _norm(names, tensor, spec.latent.query_rank)
     if not spec.raw_inputs:
         found["input_norm"] = _norm(names, prefix + names.input_norm, spec.hidden_size)
+    if not spec.raw_inputs and not spec.parallel_layers:
         found["post_norm"] = _norm(names, prefix + names.post_norm, spec.hidden_size)
     if spec.output_norms:
         for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):

@@ -128,10 +128,15 @@ def _normed(
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
         projected = weights.linear(f"layers.{layer}.o", attended)
-        hidden = hidden + _output(spec, weights, f"layers.{layer}.o", projected)
+        added = _output(spec, weights, f"layers.{layer}.o", projected)
+        if spec.parallel_layers:
+            rows = logits_indices if layer == spec.num_layers - 1 else slice(None)
+            hidden = hidden + added + _feed_forward(spec, layer, weights, read[rows])
+            continue
+        hidden = hidden + added
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
         hidden = hidden + _feed_forward(spec, layer, weights, read)
-    return _rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps), hidden
+    return _norm(spec, weights, "final_norm", hidden), hidden
 
 
 def _read_states(
@@ -161,6 +166,13 @@ def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Ar
     """What attention or the feed-forward layer reads; [num_tokens, hidden]."""
     if spec.raw_inputs:
         return hidden
+    return _norm(spec, weights, role, hidden)
+
+
+def _norm(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Array:
+    """The residual stream, normalized; [num_tokens, hidden]."""
+    if spec.layer_norms:
+        hidden = hidden - hidden.mean(-1, keepdims=True)
     return _rms_norm(hidden, weights.vector(role), spec.rms_norm_eps)
 
 

@@ -48,6 +48,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "Gemm",
         "GroupQueryAttention",
         "Identity",
+        "LayerNormalization",
         "MatMul",
         "MatMulNBits",
         "Max",

@@ -147,6 +147,9 @@ class ArchSpec:
     latent: LatentSpec | None = None
     linear: LinearAttentionSpec | None = None  # of layers without attention; None: all have it
     qk_norm_last: bool | None = None  # norms of heads are behind RoPE; None: ahead of it
+    layer_norms: bool | None = None  # LayerNorm without biases; None: RMSNorm
+    # Attention and MLP read one norm, and what both make is added at once; None: one after another.
+    parallel_layers: bool | None = None
     attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
 
     def __post_init__(self) -> None:
@@ -202,6 +205,7 @@ class ArchSpec:
         )
         self._check_linear()
         self._check_order()
+        self._check_parallel()
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
 
@@ -248,6 +252,23 @@ class ArchSpec:
             f"beside linear attention no layer has a sliding window; they are "
             f"{self.sliding_window}",
         )
+
+    def _check_parallel(self) -> None:
+        """Check what goes with LayerNorm, and with attention and MLP side by side."""
+        others = {
+            "raw_inputs": self.raw_inputs,
+            "output_norms": self.output_norms,
+            "qk_norm": self.qk_norm and self.layer_norms,
+            "draft": self.draft,
+            "latent": self.latent,
+            "linear": self.linear,
+        }
+        for name in ("layer_norms", "parallel_layers"):
+            found = [other for other, one in others.items() if one]
+            require(
+                not (getattr(self, name) and found),
+                f"{name} does not go with {' and '.join(found)}",
+            )
 
     def _check_order(self) -> None:
         """Check what goes with norms of queries and keys behind RoPE."""
@@ -454,6 +475,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "linear": (dict, NONE),
     "attention_gate": (bool, NONE),
     "qk_norm_last": (bool, NONE),
+    "layer_norms": (bool, NONE),
+    "parallel_layers": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -462,5 +485,6 @@ _LATER: Final = (
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
     *("experts", "attention_sinks", "stream_scale", "draft"),
     *("latent", "linear", "attention_gate", "qk_norm_last"),
+    *("layer_norms", "parallel_layers"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

@@ -7,6 +7,7 @@ from typing import Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
+    cohere,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -43,6 +44,8 @@ from onnxport.exporter.families import (
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    cohere.FAMILY,
+    cohere.WITH_WINDOWS,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     dots1.FAMILY,

@@ -39,6 +39,8 @@ LATENT: Final = (
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
+    ("cohere", "int8"),
+    ("cohere2", "int4"),
     ("ernie-biases", "int8"),
     ("ernie-moe", "int8"),
     ("exaone-moe", "fp16"),

@@ -433,6 +433,30 @@ CASES: Mapping[str, Case] = {
             "sliding_window": 6,
         },
     ),
+    "cohere": Case(
+        "cohere",
+        {
+            "layer_norm_eps": 0.05,
+            "logit_scale": 2.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        torch.bfloat16,
+    ),
+    "cohere2": Case(  # layers that see all rotate nothing
+        "cohere2",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 3,
+            "layer_norm_eps": 0.05,
+            "logit_scale": 0.5,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        torch.bfloat16,
+        shards=True,
+    ),
     "exaone4": Case(  # layers that see all rotate nothing
         "exaone4",
         {

@@ -22,6 +22,7 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 
 FAST = {
+    "cohere2",
     "deepseek-v2",
     "deepseek-v3",
     "exaone-moe",
