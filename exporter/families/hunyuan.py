@@ -117,9 +117,12 @@ def _uniform(config: Config, key: str) -> int | None:
         raise UnsupportedModelError(
             f"{config.path}: {key} is {found}; supported is the same number for every layer."
         )
-    if found is None or isinstance(numbers[0], int):
-        return numbers[0]
-    raise CheckpointError(f"{config.path}: {key} is {found!r}; expected are whole numbers.")
+    if found is None:
+        return None
+    (number, *_) = numbers
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise CheckpointError(f"{config.path}: {key} is {found!r}; expected are whole numbers.")
+    return number
 
 
 def _check_uniform(config: Config, key: str, expected: int) -> None:
