@@ -7,6 +7,7 @@ from typing import Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
+    afmoe,
     cohere,
     deepseek_v2,
     deepseek_v3,
@@ -44,6 +45,7 @@ from onnxport.exporter.families import (
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    afmoe.FAMILY,
     cohere.FAMILY,
     cohere.WITH_WINDOWS,
     deepseek_v2.FAMILY,

@@ -39,6 +39,8 @@ LATENT: Final = (
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
+    ("afmoe", "fp16"),
+    ("afmoe-dense", "int4"),
     ("cohere", "int8"),
     ("cohere2", "int4"),
     ("ernie-biases", "int8"),

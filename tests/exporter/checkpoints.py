@@ -433,6 +433,32 @@ CASES: Mapping[str, Case] = {
             "sliding_window": 6,
         },
     ),
+    "afmoe": Case(  # the first layer has no experts; scaled embeddings
+        "afmoe",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "route_scale": 2.5,
+            "mup_enabled": True,
+            "rms_norm_eps": 0.05,
+        },
+        torch.bfloat16,
+    ),
+    "afmoe-dense": Case(
+        "afmoe",
+        {
+            "num_dense_layers": 2,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "global_attn_every_n_layers": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "cohere": Case(
         "cohere",
         {

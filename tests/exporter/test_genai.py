@@ -40,7 +40,7 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
         *("granitemoe", "mixtral", "olmoe", "qwen3-moe"),
         *("granitemoeshared", "qwen2-moe", "ernie-moe", "glm4-moe", "dots1", "solar-open"),
         *("exaone4", "exaone4-full", "exaone-moe", "minimax-m2"),
-        *("hunyuan", "hunyuan-moe", "cohere", "cohere2"),
+        *("hunyuan", "hunyuan-moe", "cohere", "cohere2", "afmoe"),
         *("gpt-oss", "gpt-oss-16bit", "ministral3", "ministral3-text"),
     ],
 )

@@ -22,6 +22,7 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 
 FAST = {
+    "afmoe",
     "cohere2",
     "deepseek-v2",
     "deepseek-v3",
