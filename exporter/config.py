@@ -126,7 +126,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
-    {"glm", "glm4_moe", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+    {"glm", "glm4_moe", "minimax_m2", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 )
 
 
@@ -279,6 +279,7 @@ def decoder_spec(
     rope: Mapping[str, Any] | None = None,
     hidden_act: str | None = None,
     tied: bool = False,
+    epsilon: str = "rms_norm_eps",
 ) -> ArchSpec:
     """Read the keys that every family here shares, and join them with what differs.
 
@@ -300,6 +301,7 @@ def decoder_spec(
         rope: RoPE keys in the new spelling; None: the configuration's.
         hidden_act: the activation, one of graphs.spec.HIDDEN_ACTS; None: `hidden_act`, a SiLU.
         tied: `tie_word_embeddings` where absent.
+        epsilon: What the norms' epsilon is called.
 
     Raises:
         CheckpointError: A key is missing, of a wrong type, or contradicts another.
@@ -314,9 +316,9 @@ def decoder_spec(
         num_kv_heads = num_heads
     if intermediate_size is None or config.has("intermediate_size"):
         intermediate_size = config.require("intermediate_size", int)
-    epsilon = config.require("rms_norm_eps", float)
-    if not 0 < epsilon < math.inf:
-        raise CheckpointError(f"{config.path}: rms_norm_eps is {epsilon}; it must be above 0.")
+    norm_eps = config.require(epsilon, float)
+    if not 0 < norm_eps < math.inf:
+        raise CheckpointError(f"{config.path}: {epsilon} is {norm_eps}; it must be above 0.")
     defaults = {"rope_theta": theta, "partial_rotary_factor": partial_rotary_factor}
     if rope is None:
         embedding, context_length = read_rope(config, head_size, context_length, defaults)
@@ -337,7 +339,7 @@ def decoder_spec(
             num_kv_heads=config.get("num_key_value_heads", int, num_kv_heads),
             head_size=head_size,
             vocab_size=config.require("vocab_size", int),
-            rms_norm_eps=epsilon,
+            rms_norm_eps=norm_eps,
             hidden_act=hidden_act or _hidden_act(config),
             qkv_bias=qkv_bias,
             o_bias=o_bias,

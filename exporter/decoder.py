@@ -33,6 +33,7 @@ from onnxport.exporter.linear_layer import (
     mix_by_slots,
 )
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
+from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
@@ -58,6 +59,7 @@ class _Decoder:
     leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
     attend: Attend
     mix: Mix
+    rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
         """Token ids to hidden states, normalized and as they are.
@@ -77,7 +79,12 @@ class _Decoder:
                 attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
+                    if spec.parallel_layers:
+                        read = select(read)
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
+                if spec.parallel_layers:
+                    delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
+                    continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read)
         return self.norm(hidden, delta, FINAL_NORM)
@@ -132,6 +139,10 @@ class _Decoder:
         weight = self.g.weight(self.weights.vectors[role])
         name = role.rpartition(".")[2]
         epsilon = self.spec.rms_norm_eps
+        if self.spec.layer_norms:
+            if delta:
+                hidden = self.g.node("Add", [hidden, delta], name="residual")
+            return ops.layer_norm(self.g, hidden, weight, epsilon, name), hidden
         if not delta:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
@@ -156,11 +167,30 @@ class _Decoder:
         qkv = self.linear(f"layers.{layer}.qkv", x)
         if not spec.qk_norm:
             return self.attend(layer, qkv)
+        if self.rotation is not None:
+            return self.attend(layer, self.rotated_heads(layer, qkv, self.rotation))
         sizes = g.constant(np.array([spec.q_size, spec.kv_size, spec.kv_size], np.int64), "sizes")
         q, k, v = g.node("Split", [qkv, sizes], outputs=3, name="split", axis=-1)
         q = self.head_norm(q, f"layers.{layer}.q_norm", spec.q_size)
         k = self.head_norm(k, f"layers.{layer}.k_norm", spec.kv_size)
         return self.attend(layer, (q, k, v))
+
+    def rotated_heads(self, layer: int, qkv: str, rotation: Rotation) -> tuple[str, str, str]:
+        """Queries and keys rotated and then normalized, head by head, and values."""
+        g, spec = self.g, self.spec
+        sizes = g.constant(np.array([spec.q_size + spec.kv_size, spec.kv_size], np.int64), "sizes")
+        both, v = g.node("Split", [qkv, sizes], outputs=2, name="split", axis=-1)
+        heads = ops.reshape(g, both, (*self.leading, -1, spec.head_size), "heads")
+        counts = g.constant(np.array([spec.num_heads, spec.num_kv_heads], np.int64), "counts")
+        turned = rotation.apply(g, heads)
+        parts = g.node("Split", [turned, counts], outputs=2, name="split.heads", axis=-2)
+        q, k = (
+            self.head_norm(part, f"layers.{layer}.{name}", size)
+            for part, name, size in zip(
+                parts, ("q_norm", "k_norm"), (spec.q_size, spec.kv_size), strict=True
+            )
+        )
+        return q, k, v
 
     def head_norm(self, x: str, role: str, size: int) -> str:
         """RMSNorm over each head of x [..., size], or over all of it."""
@@ -369,7 +399,8 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     def select(x: str) -> str:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
-    decoder = _Decoder(g, spec, weights, (0,), attend, partial(mix_by_slots, g))
+    rotation = rotation_of_tokens(g, spec, weights) if spec.qk_norm_last else None
+    decoder = _Decoder(g, spec, weights, (0,), attend, partial(mix_by_slots, g), rotation)
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -422,6 +453,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         assert padding is not None
         return mix_by_rows(g, spec.linear, dtype, padding, layer, inputs)
 
-    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix)
+    rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
+    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, rotation)
     decoder.logits(decoder.body(None)[0])
     return g.build()

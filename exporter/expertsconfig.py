@@ -72,36 +72,40 @@ def corrected_experts(
     layers: tuple[bool, ...] | None = None,
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
+    count_keys: tuple[str, ...] = ("n_routed_experts", "num_local_experts"),
+    shared_key: str = "n_shared_experts",
 ) -> ExpertsSpec:
     """Experts as DeepSeek V3 has them (arXiv:2412.19437): sigmoids, corrected where they choose.
 
     Args:
         config: The model's configuration.
-        count: `n_routed_experts` where absent; None: it must be there.
+        count: The number of experts where none of `count_keys` is there; None: one must be.
         per_token: likewise `num_experts_per_tok`.
         normalized: likewise `norm_topk_prob`.
-        shared: likewise `n_shared_experts`, of which one layer is made.
+        shared: likewise `shared_key`; of these experts one layer is made.
         size: likewise `moe_intermediate_size`.
         first_dense: likewise `first_k_dense_replace`; None: every layer has experts, and the key
             may say so.
         layers: which layers have experts, where another key says so.
         scale: `routed_scaling_factor` where absent.
         groups: likewise `n_group` and `topk_group`; a group counts by its two best.
+        count_keys: what the number of experts may be called.
+        shared_key: what that of the shared ones is called.
 
     Raises:
         CheckpointError: See `experts_spec`.
         UnsupportedModelError: Experts are chosen in another way.
     """
-    _check_choice(config, _CORRECTED)
+    check_choice(config, _CORRECTED)
     size = _number(config, ("moe_intermediate_size",), size)
     if layers is None:
         layers = _layers_behind(config, first_dense)
-    shared = _number(config, ("n_shared_experts",), shared)
+    shared = _number(config, (shared_key,), shared)
     return experts_spec(
         config,
         count=count,
         per_token=per_token,
-        count_keys=("n_routed_experts", "num_local_experts"),
+        count_keys=count_keys,
         layers=layers,
         size=size,
         normalized=config.get("norm_topk_prob", bool, normalized),
@@ -126,7 +130,7 @@ def softmax_experts(config: Config, *, count: int, size: int, shared: int) -> Ex
         CheckpointError: See `experts_spec`.
         UnsupportedModelError: Experts are chosen in another way.
     """
-    _check_choice(config, _BY_SOFTMAX)
+    check_choice(config, _BY_SOFTMAX)
     size = _number(config, ("moe_intermediate_size",), size)
     groups: dict[str, Any] = {}
     if config.get("topk_method", str, "greedy") == "group_limited_greedy":
@@ -170,7 +174,7 @@ def _groups(config: Config, defaults: tuple[int, int] | None, *, best: int) -> d
     return {"groups": groups, "groups_per_token": chosen, "group_best": best}
 
 
-def _check_choice(config: Config, known: Mapping[str, tuple[Any, ...]]) -> None:
+def check_choice(config: Config, known: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise UnsupportedModelError for experts that are chosen in another way."""
     for key, allowed in known.items():
         found = config.get(key, object, allowed[0])

@@ -21,7 +21,7 @@ def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
         local_window_size=spec.sliding_window[layer],
-        do_rotary=spec.rotates(layer),
+        do_rotary=spec.rotates_within(layer),
         rotary_interleaved=spec.rope_of(layer).interleaved,
         v_head_size=None if spec.latent is None else spec.latent.kv_rank,
     )
@@ -53,10 +53,12 @@ def declare_caches(
 def rope_tables(
     g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, dtype: int
 ) -> list[tuple[str, str]]:
-    """Each layer's cos and sin tables in the activations' type; empty names where nothing rotates.
+    """Each layer's cos and sin tables in the activations' type.
 
-    They are stored in float32, for long positions.
+    They are stored in float32, for long positions. Names are empty where attention rotates nothing.
     """
+    if spec.qk_norm_last:
+        return [("", "")] * spec.num_layers
 
     def table(ref: TensorRef) -> str:
         stored = g.weight(ref)
@@ -66,6 +68,6 @@ def rope_tables(
 
     tables = {rope: (table(cos), table(sin)) for rope, (cos, sin) in weights.ropes.items()}
     return [
-        tables[spec.rope_of(layer)] if spec.rotates(layer) else ("", "")
+        tables[spec.rope_of(layer)] if spec.rotates_within(layer) else ("", "")
         for layer in range(spec.num_layers)
     ]

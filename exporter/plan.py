@@ -166,6 +166,7 @@ def _layer_norms(
             found["q_latent_norm"] = _norm(names, tensor, spec.latent.query_rank)
     if not spec.raw_inputs:
         found["input_norm"] = _norm(names, prefix + names.input_norm, spec.hidden_size)
+    if not spec.raw_inputs and not spec.parallel_layers:
         found["post_norm"] = _norm(names, prefix + names.post_norm, spec.hidden_size)
     if spec.output_norms:
         for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
@@ -190,16 +191,23 @@ def _head_vectors(
 def _attention_matrices(
     spec: ArchSpec, names: TensorNames, role: str, prefix: str, inputs: int
 ) -> dict[str, MatrixPlan]:
-    """Attention's projections of `inputs`; a head's gate, if it has one, is below its query."""
+    """Attention's projections of `inputs`, and what makes gates.
+
+    Unless gates have a tensor of their own, each head's is below its query.
+    """
     o = _stacked(prefix, names.o, (spec.hidden_size,), spec.attended_size, biased=spec.o_bias)
     found = {role + "o": replace(o, scale=spec.output_scale)}
     if spec.latent is not None:
         return found | _latent_matrices(spec, spec.latent, names, role, prefix)
     widths = (spec.q_size, spec.kv_size, spec.kv_size)
-    if not spec.attention_gate:
-        return found | {
-            role + "qkv": _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
-        }
+    if not spec.attention_gate or names.attention_gate is not None:
+        qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
+        found[role + "qkv"] = qkv
+        if spec.attention_gate and names.attention_gate is not None:
+            own = (spec.q_size,)
+            gate = _stacked(prefix, (names.attention_gate,), own, inputs, biased=False)
+            found[role + "attention_gate"] = gate
+        return found
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
     q, gate = _by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)
     parts = (*q, *map(Part, others, widths[1:]))

@@ -128,10 +128,15 @@ def _normed(
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
         projected = weights.linear(f"layers.{layer}.o", attended)
-        hidden = hidden + _output(spec, weights, f"layers.{layer}.o", projected)
+        added = _output(spec, weights, f"layers.{layer}.o", projected)
+        if spec.parallel_layers:
+            rows = logits_indices if layer == spec.num_layers - 1 else slice(None)
+            hidden = hidden + added + _feed_forward(spec, layer, weights, read[rows])
+            continue
+        hidden = hidden + added
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
         hidden = hidden + _feed_forward(spec, layer, weights, read)
-    return _rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps), hidden
+    return _norm(spec, weights, "final_norm", hidden), hidden
 
 
 def _read_states(
@@ -161,6 +166,13 @@ def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Ar
     """What attention or the feed-forward layer reads; [num_tokens, hidden]."""
     if spec.raw_inputs:
         return hidden
+    return _norm(spec, weights, role, hidden)
+
+
+def _norm(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Array:
+    """The residual stream, normalized; [num_tokens, hidden]."""
+    if spec.layer_norms:
+        hidden = hidden - hidden.mean(-1, keepdims=True)
     return _rms_norm(hidden, weights.vector(role), spec.rms_norm_eps)
 
 
@@ -260,6 +272,8 @@ def _of_heads(
     edges = [spec.q_size, spec.q_size + spec.kv_size]
     whole = np.split(qkv, edges, axis=-1)
     heads = [part.reshape(tokens, -1, spec.head_size) for part in whole]
+    if spec.qk_norm_last:
+        return _turned(spec, layer, weights, heads, tables)
     if spec.qk_norm:
         for at, name in enumerate(("q_norm", "k_norm")):
             normed = whole[at] if spec.whole_qk_norm else heads[at]
@@ -269,6 +283,30 @@ def _of_heads(
     if spec.rotates(layer):
         embedding = spec.rope_of(layer)
         q, k = _rotate(q, tables, embedding), _rotate(k, tables, embedding)
+    return _of_each_query(spec, q, k, v)
+
+
+def _turned(
+    spec: ArchSpec,
+    layer: int,
+    weights: WeightSource,
+    heads: list[Array],
+    tables: tuple[Array, Array],
+) -> tuple[Array, Array, Array]:
+    """What `_of_heads` returns where RoPE is ahead of the norms."""
+    q, k = (
+        _rms_norm(
+            _rotate(part, tables, spec.rope),
+            weights.vector(f"layers.{layer}.{name}"),
+            spec.inner_eps,
+        )
+        for part, name in zip(heads[:2], ("q_norm", "k_norm"), strict=True)
+    )
+    return _of_each_query(spec, q, k, heads[2])
+
+
+def _of_each_query(spec: ArchSpec, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Keys and values for each query head, and these."""
     shared = spec.num_heads // spec.num_kv_heads
     return q, np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
 

@@ -49,6 +49,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "GroupQueryAttention",
         "HeadProducts",
         "Identity",
+        "LayerNormalization",
         "MatMul",
         "MatMulNBits",
         "Max",

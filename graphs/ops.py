@@ -66,6 +66,13 @@ def rms_norm(g: GraphBuilder, x: str, weight: str, epsilon: float, name: str = "
     )
 
 
+def layer_norm(g: GraphBuilder, x: str, weight: str, epsilon: float, name: str = "norm") -> str:
+    """LayerNorm without a bias over the last axis; mean and variance are computed in float32."""
+    return g.node(
+        "LayerNormalization", [x, weight], name=name, axis=-1, epsilon=epsilon, stash_type=1
+    )
+
+
 def skip_rms_norm(
     g: GraphBuilder, x: str, skip: str, weight: str, epsilon: float, name: str = "norm"
 ) -> tuple[str, str]:

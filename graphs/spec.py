@@ -123,7 +123,7 @@ class ArchSpec:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # RMSNorm on queries and keys, before RoPE: see `whole_qk_norm`
+    qk_norm: bool  # RMSNorm on queries and keys: see `whole_qk_norm`, `qk_norm_last`
     tie_word_embeddings: bool
     context_length: int  # longest sequence, rows of the cos and sin tables
     sliding_window: tuple[int | None, ...]  # per layer: visible tokens with the query's own, or all
@@ -146,6 +146,10 @@ class ArchSpec:
     # Attention is of latents: `head_size` and `num_kv_heads` are then of what the cache holds.
     latent: LatentSpec | None = None
     linear: LinearAttentionSpec | None = None  # of layers without attention; None: all have it
+    qk_norm_last: bool | None = None  # norms of heads are behind RoPE; None: ahead of it
+    layer_norms: bool | None = None  # LayerNorm without biases; None: RMSNorm
+    # Attention and MLP read one norm, and what both make is added at once; None: one after another.
+    parallel_layers: bool | None = None
     attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
 
     def __post_init__(self) -> None:
@@ -200,6 +204,8 @@ class ArchSpec:
             "attention_gate and qkv_bias exclude each other",
         )
         self._check_linear()
+        self._check_order()
+        self._check_parallel()
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
 
@@ -245,6 +251,43 @@ class ArchSpec:
             self.sliding_window == (None,) * self.num_layers,
             f"beside linear attention no layer has a sliding window; they are "
             f"{self.sliding_window}",
+        )
+
+    def _check_parallel(self) -> None:
+        """Check what goes with LayerNorm, and with attention and MLP side by side."""
+        others = {
+            "raw_inputs": self.raw_inputs,
+            "output_norms": self.output_norms,
+            "qk_norm": self.qk_norm and self.layer_norms,
+            "draft": self.draft,
+            "latent": self.latent,
+            "linear": self.linear,
+        }
+        for name in ("layer_norms", "parallel_layers"):
+            found = [other for other, one in others.items() if one]
+            require(
+                not (getattr(self, name) and found),
+                f"{name} does not go with {' and '.join(found)}",
+            )
+
+    def _check_order(self) -> None:
+        """Check what goes with norms of queries and keys behind RoPE."""
+        if not self.qk_norm_last:
+            return
+        require(
+            self.qk_norm and not self.whole_qk_norm,
+            f"qk_norm_last is of norms of each head: qk_norm is {self.qk_norm}, whole_qk_norm is "
+            f"{self.whole_qk_norm}",
+        )
+        require(
+            self.ropes == (self.rope,) and self.rotated_layers is None,
+            f"ahead of norms one RoPE rotates all layers; local_rope is {self.local_rope}, "
+            f"rotated_layers are {self.rotated_layers}",
+        )
+        require(
+            self.rope.rotary_dim == self.head_size and not self.rope.interleaved,
+            f"ahead of norms all of {self.head_size} channels rotate, and no neighbours do: "
+            f"rotary_dim is {self.rope.rotary_dim}, interleaved is {self.rope.interleaved}",
         )
 
     @property
@@ -298,6 +341,10 @@ class ArchSpec:
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
         return self.rotated_layers is None or self.rotated_layers[layer]
+
+    def rotates_within(self, layer: int) -> bool:
+        """Whether it does that at the end, where attention itself can do it."""
+        return self.rotates(layer) and not self.qk_norm_last
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer; None: it is one feed-forward layer of `intermediate_size`."""
@@ -427,6 +474,9 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "latent": (dict, NONE),
     "linear": (dict, NONE),
     "attention_gate": (bool, NONE),
+    "qk_norm_last": (bool, NONE),
+    "layer_norms": (bool, NONE),
+    "parallel_layers": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -434,6 +484,7 @@ _LATER: Final = (
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
     *("experts", "attention_sinks", "stream_scale", "draft"),
-    *("latent", "linear", "attention_gate"),
+    *("latent", "linear", "attention_gate", "qk_norm_last"),
+    *("layer_norms", "parallel_layers"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

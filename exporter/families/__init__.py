@@ -8,10 +8,13 @@ from typing import Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
+    afmoe,
+    cohere,
     deepseek_v2,
     deepseek_v3,
     dots1,
     ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
     glm,
@@ -20,7 +23,9 @@ from onnxport.exporter.families import (
     gpt_oss,
     granite,
     helium,
+    hunyuan,
     llama,
+    minimax_m2,
     ministral3,
     mistral,
     mixtral,
@@ -41,11 +46,16 @@ from onnxport.exporter.families import (
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    afmoe.FAMILY,
+    cohere.FAMILY,
+    cohere.WITH_WINDOWS,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     dots1.FAMILY,
     ernie4_5.FAMILY,
     ernie4_5.WITH_EXPERTS,
+    exaone4.FAMILY,
+    exaone4.WITH_EXPERTS,
     gemma2.FAMILY,
     gemma3.FAMILY,
     gemma3.WITH_IMAGES,
@@ -57,7 +67,10 @@ FAMILIES: Final[tuple[Family, ...]] = (
     granite.WITH_EXPERTS,
     granite.WITH_SHARED_EXPERTS,
     helium.FAMILY,
+    hunyuan.FAMILY,
+    hunyuan.WITH_EXPERTS,
     llama.FAMILY,
+    minimax_m2.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,
     mistral.WITH_IMAGES,

@@ -25,6 +25,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
+    attention_gate: str | None = None  # of gated attention; None: below each query in its tensor
     # Of latent attention: what reads the layer's input, of which the first makes queries by itself
     # or what queries are made of; the norms of what they give; and what makes queries, or keys and
     # values of each head, of that.

@@ -23,7 +23,8 @@ from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.spec import ArchSpec
 
 TELL_HIDDEN_STATES: Final = "TellHiddenStates"  # asked, states... -> states, times scale
-_NORMS: Final = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+_SKIP_NORM: Final = "SkipSimplifiedLayerNormalization"
+_NORMS: Final = ("SimplifiedLayerNormalization", "LayerNormalization", _SKIP_NORM)
 _TOTAL: Final = 3  # the output of a norm that adds first: what it has normalized
 _FINAL: Final = "final_norm"
 
@@ -194,8 +195,7 @@ def _read_by(nodes: Mapping[str, onnx.NodeProto], layer: int) -> str:
     """The residual stream that a layer reads."""
     norm = nodes.get(f"layers.{layer}.input_norm")
     if norm is not None and norm.op_type in _NORMS:
-        plain, _ = _NORMS
-        return str(norm.input[0] if norm.op_type == plain else norm.output[_TOTAL])
+        return str(norm.output[_TOTAL] if norm.op_type == _SKIP_NORM else norm.input[0])
     # Layers without a norm ahead add what the one before has made first, but for the first layer,
     # whose attention's output is added to what it read.
     added = nodes.get(f"layers.{layer}.residual")

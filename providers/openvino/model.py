@@ -55,6 +55,8 @@ class OpenVinoModel(Transfers):
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._requests = [(graph, graph.compiled.create_infer_request()) for graph in graphs]
+        # Positions are not there where nothing rotates within attention.
+        self._taken = [_names(graph.compiled.inputs) for graph in graphs]
         self._capabilities = capabilities
         self._adapters = adapters
         self._bound: dict[int, Values] = {}  # weights of adapters, by the request's number
@@ -85,7 +87,8 @@ class OpenVinoModel(Transfers):
         logits = self._logits[:rows]
         try:
             for name, array in flat_inputs(inputs, self._capabilities.block_size).items():
-                request.set_tensor(name, ov.Tensor(array))
+                if name in self._taken[number]:
+                    request.set_tensor(name, ov.Tensor(array))
             if self._adapters is not None and graph.adapted:
                 self._bind_adapters(self._adapters, number, inputs)
             request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
@@ -151,6 +154,11 @@ def flat_inputs(inputs: StepInputs, block_size: int) -> dict[str, NDArray[Any]]:
         flat_paged.BLOCK_INDICES_BEGINS: np.cumsum([0, *used], dtype=np.int32),
         flat_paged.MAX_CONTEXT_LEN: inputs.attention_metadata[1:2].reshape(()),
     }
+
+
+def _names(ports: Sequence[Any]) -> frozenset[str]:
+    """What inputs of a compiled model are called."""
+    return frozenset(name for port in ports for name in port.get_names())
 
 
 def tensors_of(arrays: Arrays) -> Values:

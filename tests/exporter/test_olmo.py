@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.graphs.spec import ArchSpec
-from tests.exporter.configs import read
+from tests.exporter.configs import read, respelled
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -57,16 +55,6 @@ OLMO3: dict[str, Any] = {
     "sliding_window": 4096,
     "vocab_size": 100278,
 }
-
-
-def respelled(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers 5 writes it again."""
-    told = {key: one for key, one in values.items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(values["model_type"], **told)
-    config.architectures = values["architectures"]
-    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    assert "rope_theta" not in written
-    return written
 
 
 @pytest.mark.parametrize("values", [OLMO2, OLMO3], ids=["olmo2", "olmo3"])

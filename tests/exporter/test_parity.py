@@ -22,16 +22,23 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 
 FAST = {
+    "afmoe",
+    "cohere2",
     "deepseek-v2",
     "deepseek-v3",
+    "exaone-moe",
+    "exaone4",
     "gemma2",
     "gemma3",
     "gemma3-images",
     "glm4-moe",
     "granite",
     "granitemoe",
+    "hunyuan",
+    "hunyuan-moe",
     "llama",
     "llama-mqa-biases",
+    "minimax-m2",
     "mistral-window",
     "olmo2",
     "olmo3",

@@ -39,7 +39,10 @@ from tests.exporter.heads import HIDDEN, TARGET, Head
 from tests.tiers import crossed
 
 Floats = NDArray[np.float32]
-FAMILIES = ("llama", "qwen2", "gemma3", "gemma2", "granite", "olmo2", "phi3", "gpt-oss", "helium")
+FAMILIES = (
+    *("llama", "qwen2", "gemma3", "gemma2", "granite", "olmo2", "phi3", "gpt-oss", "helium"),
+    "cohere2",
+)
 # provider, emulated, options
 WAYS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "cpu": ("cpu", False, {"attention": "custom"}),

@@ -71,7 +71,7 @@ def logits(model: Model) -> NDArray[np.float32]:
         [
             *("qwen2-ragged", "llama-yarn", "qwen3-window", "phi3-longrope", "ernie", "gemma3"),
             *("gemma3-linear", "granite", "olmo2-biases", "olmo3", "smollm3-window"),
-            *("granitemoe", "mixtral", "olmoe", "qwen3-moe"),
+            *("granitemoe", "mixtral", "olmoe", "qwen3-moe", "hunyuan", "cohere2"),
         ],
     ),
 )
