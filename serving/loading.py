@@ -145,7 +145,7 @@ def choose_embedder(artifact: Artifact, config: EngineConfig) -> Embedder | None
     if spec is not None and spec.only:
         raise OptionError(
             f"{artifact.path.name} embeds texts and generates none, for its checkpoint has no "
-            "head; serve it without --no-embeddings, or use onnxport embed (LLM.embed)"
+            "head; use onnxport embed (LLM.embed), or serve without --no-embeddings"
         )
     return None
 

@@ -129,7 +129,7 @@ def test_a_model_that_was_saved_without_its_head(
         else:
             assert llm.generate(prompt)[0].outputs[0].token_ids
     if only:
-        with pytest.raises(OptionError, match="serve it without --no-embeddings"):
+        with pytest.raises(OptionError, match="use onnxport embed"):
             LLM(artifact, provider="cpu", embeddings=False)
 
 
