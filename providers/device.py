@@ -97,7 +97,9 @@ def load_on_device(
     captures = options.capture_graphs
     if captures is None:
         can = recipe.capture_options is not None and lowering.attention == "native"
-        captures = can and not emulate and not tells and not options.allowed_on_host
+        # The host counts positions, by which such a model rotates in operators of its own.
+        on_host = options.allowed_on_host or artifact.manifest.model.qk_norm_last
+        captures = can and not emulate and not tells and not on_host
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
