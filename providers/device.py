@@ -98,8 +98,8 @@ def load_on_device(
     if captures is None:
         can = recipe.capture_options is not None and lowering.attention == "native"
         # The host counts positions, by which such a model rotates in operators of its own.
-        on_host = options.allowed_on_host or artifact.manifest.model.qk_norm_last
-        captures = can and not emulate and not tells and not on_host
+        in_parts = bool(options.allowed_on_host) or bool(artifact.manifest.model.qk_norm_last)
+        captures = can and not emulate and not tells and not in_parts
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
