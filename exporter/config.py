@@ -293,7 +293,7 @@ def decoder_spec(
         qkv_bias: The query, key and value projections have biases.
         o_bias: The attention output projection has a bias.
         mlp_bias: The gate, up and down projections have biases.
-        qk_norm: Query and key heads are normalized before RoPE.
+        qk_norm: Query and key heads are normalized.
         sliding_window: Per layer, visible tokens with the query's own; None: every layer sees all.
         context_length: The longest sequence in tokens; None: max_position_embeddings.
         theta: `rope_theta` where absent.

@@ -203,11 +203,11 @@ def _attention_matrices(
     if not spec.attention_gate or names.attention_gate is not None:
         qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
         found[role + "qkv"] = qkv
-        if spec.attention_gate and names.attention_gate is not None:
-            own = (spec.q_size,)
-            gate = _stacked(prefix, (names.attention_gate,), own, inputs, biased=False)
-            found[role + "attention_gate"] = gate
+    if not spec.attention_gate:
         return found
+    if names.attention_gate is not None:
+        own = _stacked(prefix, (names.attention_gate,), (spec.q_size,), inputs, biased=False)
+        return found | {role + "attention_gate": own}
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
     q, gate = _by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)
     parts = (*q, *map(Part, others, widths[1:]))

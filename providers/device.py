@@ -98,7 +98,9 @@ def load_on_device(
     captures = options.capture_graphs
     if captures is None:
         can = recipe.capture_options is not None and lowering.attention == "native"
-        captures = can and not emulate and not tells and not options.allowed_on_host
+        # The host counts positions, by which such a model rotates in operators of its own.
+        in_parts = bool(options.allowed_on_host) or bool(artifact.manifest.model.qk_norm_last)
+        captures = can and not emulate and not tells and not in_parts
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)

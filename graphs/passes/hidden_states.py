@@ -24,7 +24,7 @@ from onnxport.graphs.spec import ArchSpec
 
 TELL_HIDDEN_STATES: Final = "TellHiddenStates"  # asked, states... -> states, times scale
 _SKIP_NORM: Final = "SkipSimplifiedLayerNormalization"
-_NORMS: Final = ("SimplifiedLayerNormalization", "LayerNormalization", _SKIP_NORM)
+_NORMS: Final = ("SimplifiedLayerNormalization", _SKIP_NORM, "LayerNormalization")
 _TOTAL: Final = 3  # the output of a norm that adds first: what it has normalized
 _FINAL: Final = "final_norm"
 

@@ -39,8 +39,8 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
         *("gemma2", "gemma3", "gemma3-linear", "gemma3-images", "olmo2", "olmo3"),
         *("granitemoe", "mixtral", "olmoe", "qwen3-moe"),
         *("granitemoeshared", "qwen2-moe", "ernie-moe", "glm4-moe", "dots1", "solar-open"),
-        *("exaone4", "exaone4-full", "exaone-moe", "minimax-m2"),
-        *("hunyuan", "hunyuan-moe", "cohere", "cohere2", "afmoe"),
+        *("exaone4", "exaone4-full", "exaone-moe", "minimax-m2-tied"),
+        *("hunyuan-biases", "hunyuan-moe", "cohere", "cohere2", "afmoe"),
         *("gpt-oss", "gpt-oss-16bit", "ministral3", "ministral3-text"),
     ],
 )

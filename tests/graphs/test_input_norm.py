@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -129,6 +130,16 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 def prepared(of: onnx.ModelProto) -> onnx.ModelProto:
     return fuse_gated_mlp(use_int8_matmul(fuse_gated_silu(of).model).model).model
+
+
+def test_norms_that_take_the_mean_away_stay(tmp_path: Path) -> None:
+    """Command R7B's, of which both products of a layer read one."""
+    artifact = Artifact.read(make_artifact(tmp_path, "cohere2", "int4"))
+    before = prepared(retype(artifact.load_graph("paged"), artifact.read_tensor).model)
+    layers = artifact.manifest.model.num_layers
+    kinds = [node.op_type for node in before.graph.node]
+    assert (kinds.count("GatedMlp"), kinds.count("LayerNormalization")) == (layers, layers + 1)
+    assert not fuse_input_norm(before).changes
 
 
 def test_the_norms_of_a_decoder(int4: Artifact) -> None:

@@ -38,8 +38,10 @@ from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
 
 FAMILIES = (
+    "cohere2",
     "gemma3",
     "granite-biases",
+    "hunyuan",
     "llama",
     "mistral-window",
     "phi3-longrope",

@@ -475,14 +475,17 @@ def test_steps_of_which_the_host_runs_a_part_are_not_replayed(
 
     monkeypatch.setattr(device, "start_session", refuse)
     artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    rotates = Artifact.read(tiny_artifact("hunyuan-biases", "fp16"))  # by positions of the host's
     options: dict[str, Any]
-    for options, records in (
-        ({}, True),
-        ({"allowed_on_host": ("Gather",)}, False),
-        ({"capture_graphs": False}, False),
+    for one, options, records in (
+        (artifact, {}, True),
+        (artifact, {"allowed_on_host": ("Gather",)}, False),
+        (artifact, {"capture_graphs": False}, False),
+        (rotates, {}, False),
+        (rotates, {"capture_graphs": True}, True),
     ):
         with pytest.raises(ProviderError, match="does not start") as caught:
-            get_provider("cuda").load(artifact, LoadOptions(kv_cache_tokens=512, **options))
+            get_provider("cuda").load(one, LoadOptions(kv_cache_tokens=512, **options))
         assert ("--no-capture-graphs" in str(caught.value)) == records
         assert ("enable_cuda_graph" in started.pop().options) == records
     with pytest.raises(ProviderError, match="leave one of them out"):
