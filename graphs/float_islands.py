@@ -24,6 +24,7 @@ _SCORES: Final = ("Sigmoid", "Softmax")
 _CHOICE: Final = frozenset(
     [
         *("Add", "GatherElements", "Log", "Max", "Min", "Pad", "ScatterElements", "Slice", "TopK"),
+        *("ReduceSum", "Reshape", "Sub", "Unsqueeze"),  # of experts in groups
         *_SCORES,
     ]
 )

@@ -122,7 +122,7 @@ def test_the_page_claims_no_native_transfers_on_cuda() -> None:
         ({"provider": "abacus"}, "there is no provider 'abacus'"),
         ({"schema": 0}, "has schema 0"),
         ({"provider": "openvino", "versions": {"openvino": "2026.3.0"}}, "openvino 2026.3.0"),
-        ({"emulated": True, "versions": {"onnxruntime": "1.32.0"}}, "onnxruntime 1.32.0"),
+        ({"emulated": True, "versions": {"onnxruntime": "1.33.0"}}, "onnxruntime 1.33.0"),
     ],
 )
 def test_stale_evidence(changes: dict[str, Any], message: str) -> None:

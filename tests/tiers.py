@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -53,8 +54,15 @@ def crossed(step: int, first: Sequence[Any], second: Sequence[Any]) -> list[Any]
     ]
 
 
-def mark_long(items: Iterable[pytest.Item], recorded: Path = LONG_TESTS) -> None:
-    """Mark as slow what `make tiers` found to take longest of what was not."""
+def mark_long(items: Iterable[pytest.Item], recorded: Path | None = None) -> None:
+    """Mark as slow what `make tiers` found to take longest of what was not.
+
+    Args:
+        items: All tests.
+        recorded: The file that names them; None: that of the variable LONG_TESTS, or the recorded
+            one.
+    """
+    recorded = recorded or Path(os.environ.get("LONG_TESTS", LONG_TESTS))
     long = set(recorded.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in long:

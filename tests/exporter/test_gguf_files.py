@@ -233,7 +233,7 @@ CONTRADICTIONS: Mapping[str, tuple[Extra, str]] = {
     "no architecture": ({"general.architecture": None}, "does not say what it holds"),
     "an unknown key": ({"llama.attention.scale": 0.5}, "llama.attention.scale = 0.5"),
     "a window": ({"llama.attention.sliding_window": 7}, "llama.attention.sliding_window = 7"),
-    "pooling": ({"llama.pooling_type": 1}, "llama.pooling_type = 1"),
+    "pooling": ({"llama.pooling_type": 4}, "llama.pooling_type is 4"),
     "a mixture": (
         {"llama.expert_group_count": 4},
         "has 1 key.s. that the exporter does not understand for the architecture 'llama'",

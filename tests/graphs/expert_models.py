@@ -49,6 +49,7 @@ class Layer:
     biases: tuple[Array, Array] | None  # [experts, 2 * size] and [experts, hidden]
     sigmoid: bool = False
     correction: Array | None = None  # [experts]
+    grouped: bool = False  # two of three pairs are chosen first, by what their scores add up to
 
     def run(
         self,
@@ -99,6 +100,10 @@ class Layer:
                 scores = np.exp(router - router.max())
                 scores /= scores.sum()
             ranked = scores if self.correction is None else scores + self.correction
+            if self.grouped:
+                pairs = ranked.reshape(3, 2).copy()
+                pairs[pairs.sum(-1).argmin()] = -np.inf
+                ranked = pairs.reshape(-1)
             chosen = np.argsort(-ranked, kind="stable")[:PER_TOKEN]
             total = scores[chosen].sum() if self.normalized else 1
             for expert in chosen:
@@ -128,6 +133,7 @@ def layer(
     level: int = 1,
     sigmoid: bool = False,
     corrected: bool = False,
+    grouped: bool = False,
 ) -> Layer:
     """A layer with random weights; without bits they are of the activations' type.
 
@@ -191,13 +197,22 @@ def layer(
     )
     correction = random.standard_normal(COUNT).astype(np.float32) / 2 if corrected else None
     name = "" if correction is None else g.constant(correction, "correction")
-    routing = Routing(per_token=PER_TOKEN, normalized=normalized, sigmoid=sigmoid, correction=name)
+    routing = Routing(
+        per_token=PER_TOKEN,
+        normalized=normalized,
+        sigmoid=sigmoid,
+        correction=name,
+        groups=3 if grouped else None,
+        groups_per_token=2,
+        group_best=2,
+    )
     y = expert_layer(g, x, logits, weights, routing, swiglu, dtype=dtype, accuracy_level=level)
     g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
     (folder / WEIGHTS_FILE).write_bytes(content)
     added = (biases[0], biases[1]) if biased else None
     return Layer(
-        *(g.build(), folder, meant[0], meant[1], normalized, swiglu, added, sigmoid, correction)
+        *(g.build(), folder, meant[0], meant[1], normalized, swiglu, added, sigmoid, correction),
+        grouped,
     )
 
 

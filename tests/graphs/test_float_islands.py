@@ -27,19 +27,28 @@ CAP = 3.0
 NEAR = (8 + np.arange(COUNT, 0, -1) / 1024).astype(np.float32)
 
 
-def corrected(folder: Path, *, sigmoid: bool, normalized: bool = True) -> Layer:
+def corrected(
+    folder: Path, *, sigmoid: bool, normalized: bool = True, grouped: bool = False
+) -> Layer:
     made = layer(
-        folder, None, TYPES["float32"], sigmoid=sigmoid, corrected=True, normalized=normalized
+        *(folder, None, TYPES["float32"]),
+        corrected=True,
+        sigmoid=sigmoid,
+        normalized=normalized,
+        grouped=grouped,
     )
     (tensor,) = [one for one in made.model.graph.initializer if one.name == "correction"]
     tensor.CopyFrom(numpy_helper.from_array(NEAR, "correction"))
     return replace(made, correction=NEAR)
 
 
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("sigmoid", [True, False])
-def test_experts_are_chosen_in_float32(tmp_path: Path, sigmoid: bool, normalized: bool) -> None:
-    made = corrected(tmp_path, sigmoid=sigmoid, normalized=normalized)
+def test_experts_are_chosen_in_float32(
+    tmp_path: Path, sigmoid: bool, normalized: bool, grouped: bool
+) -> None:
+    made = corrected(tmp_path, sigmoid=sigmoid, normalized=normalized, grouped=grouped)
     half = retype(split_experts(made.model).model, made.read, "float16")
     assert half.changes["parts kept in float32"] == 2
     x, logits = inputs(64)
@@ -55,22 +64,29 @@ def test_experts_are_chosen_in_float32(tmp_path: Path, sigmoid: bool, normalized
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16])
 @pytest.mark.parametrize("sigmoid", [True, False])
 @pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("grouped", [True, False])
 def test_a_choice_has_the_nodes_that_a_16_bit_graph_has(
-    tmp_path: Path, dtype: int, sigmoid: bool, normalized: bool
+    tmp_path: Path, dtype: int, sigmoid: bool, normalized: bool, grouped: bool
 ) -> None:
     kinds = []
     for stored in (FLOAT, dtype):
-        made = layer(tmp_path, None, stored, sigmoid=sigmoid, corrected=True, normalized=normalized)
+        made = layer(
+            *(tmp_path, None, stored),
+            corrected=True,
+            sigmoid=sigmoid,
+            normalized=normalized,
+            grouped=grouped,
+        )
         name = {FLOAT16: "float16", BFLOAT16: "bfloat16"}[dtype]
         model = retype(made.model, made.read, name).model
         types = element_types(model)
         kinds.append(
             sorted(
-                (node.op_type, *(types.get(each) for each in (*node.input, *node.output)))
+                str((node.op_type, *(types.get(each) for each in (*node.input, *node.output))))
                 for node in model.graph.node
             )
         )
-    assert str(kinds[0]) == str(kinds[1])
+    assert kinds[0] == kinds[1]
 
 
 def capped(edit: Callable[[GraphBuilder, str], str] | None = None) -> onnx.ModelProto:

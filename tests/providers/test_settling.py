@@ -302,6 +302,7 @@ def test_progress_is_odd_while_a_step_runs() -> None:
             self._buckets = None
             self._step_memory = None
             self._device = "none"
+            self._has_states = False
             self._progress = 0
 
         def _compute(self, inputs: Any, query_tile: int = 1) -> Any:
@@ -310,6 +311,7 @@ def test_progress_is_odd_while_a_step_runs() -> None:
 
     class Inputs:
         input_ids = block_table = np.zeros(1)
+        state_reads = state_writes = None
 
     model = Failing()
     for _ in range(2):
