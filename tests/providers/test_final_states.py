@@ -102,6 +102,22 @@ def test_logits_stay_as_they_are(way: str, precision: str, artifacts: dict[str, 
     np.testing.assert_allclose(found, want, rtol=rough, atol=rough * np.abs(want).max())
 
 
+@pytest.mark.parametrize("family", ["cohere", "exaone4"])
+def test_logits_of_other_ends_keep_their_bits(family: str, tmp_path: Path) -> None:
+    """Where the final norm is a plain one behind a sum, and where a norm is ahead of it."""
+    case = checkpoints.CASES[family]
+    checkpoints.make(case, tmp_path / "checkpoint")
+    path = export_model(
+        tmp_path / "checkpoint",
+        tmp_path / "artifact",
+        ExportOptions(precision="int4", group_size=32, context_length=case.context_length),
+    )
+    with opened(path, "cpu") as plain, opened(path, "cpu", final_states=True) as telling:
+        inputs = step(rows_of(40), plain.capabilities)
+        inputs = replace(inputs, logits_indices=np.array([10, 39], np.int32))
+        np.testing.assert_array_equal(told(telling, inputs)[0], plain.run(inputs))
+
+
 def test_a_token_has_the_same_bits_in_every_step(artifacts: dict[str, Path]) -> None:
     """Whole or in chunks, alone or beside others."""
     ids = checkpoints.tokens(count=40).tolist()
