@@ -42,6 +42,11 @@ def read_embedding(config: Config, folder: Path, spec: ArchSpec) -> EmbeddingSpe
         raise CheckpointError(
             f"{config.path}: matryoshka_dimensions is {sizes!r}, expected whole numbers above 0."
         )
+    if sizes is not None and max(sizes) > spec.hidden_size:
+        raise CheckpointError(
+            f"{config.path}: matryoshka_dimensions is {sizes!r}, and vectors have "
+            f"{spec.hidden_size} numbers; correct it."
+        )
     dimensions = tuple(sizes) if sizes is not None and cuts else None
     found = EmbeddingSpec(matryoshka=cuts, dimensions=dimensions)
     if (folder / MODULES_FILE).is_file():

@@ -50,6 +50,8 @@ class Features:
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
     has_states: bool = False  # layers of linear attention run, which keep states of sequences
+    has_latents: bool = False  # multi-head latent attention is computed
+    tells_states: bool = False  # hidden states are told, of which embeddings are made
     # Attention -> the activations that it takes; one that is not there takes all.
     attention_dtypes: Mapping[Attention, tuple[str, ...]] = field(default_factory=dict)
 
@@ -59,6 +61,8 @@ class Features:
         attention: tuple[Attention, ...],
         dtypes: tuple[str, ...],
         native_dtypes: Collection[str] | None = None,
+        *,
+        runs_ours: bool = True,
     ) -> Features:
         """Of a device whose cache has the type of its activations.
 
@@ -66,6 +70,8 @@ class Features:
             attention: that it has, the best first.
             dtypes: of activations, the preferred first.
             native_dtypes: those of them that its native attention takes; None: all.
+            runs_ours: whether it runs graphs of standard operators that our passes make, and so
+                latent attention, and tells hidden states.
         """
         taken = dtypes if native_dtypes is None else tuple(d for d in dtypes if d in native_dtypes)
         by_attention: dict[Attention, tuple[str, ...]] = {"native": taken}
@@ -74,6 +80,8 @@ class Features:
             dtypes,
             dtypes,
             {dtype: (dtype,) for dtype in dtypes},
+            has_latents=runs_ours,
+            tells_states=runs_ours,
             attention_dtypes={} if taken == dtypes else by_attention,
         )
 

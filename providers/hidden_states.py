@@ -54,7 +54,16 @@ def refuse_hidden_states(artifact: Artifact, options: LoadOptions, provider: str
             what = "tell hidden states, of which embeddings are made"
         raise ProviderError(
             f"the {provider} provider does not {what}; cpu, cuda, webgpu, migraphx and directml do"
+            f"{without_embeddings(artifact) if options.final_states else ''}"
         )
+
+
+def without_embeddings(artifact: Artifact) -> str:
+    """Return what else can be done where a model that embeds unasked cannot; "" if nothing can."""
+    spec = artifact.manifest.embedding
+    if spec is None or spec.only:
+        return ""
+    return ". To generate alone, give --no-embeddings (LLM(embeddings=False))"
 
 
 @dataclass(slots=True)

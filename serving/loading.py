@@ -13,6 +13,7 @@ from onnxport.errors import CapacityError, OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact, refuse_head
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.failures import forget
+from onnxport.providers.hidden_states import without_embeddings
 from onnxport.providers.registry import AUTO, get_provider, open_model, read_artifact
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -97,9 +98,8 @@ def open_engine(
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_folder(path, eos_token_ids, texts)
     names = (fallback,) if isinstance(fallback, str) else tuple(fallback)
-    has_states = artifact.manifest.model.linear is not None
     for name in names:
-        _check_fallback(name, provider, has_states=has_states)
+        _check_fallback(name, provider, artifact, embeds=embedder is not None)
 
     first = Fallback(provider, lambda: open_model(artifact, provider, chosen, trials))
     standby = Standby((first, *(_fallback(artifact, name, provider, chosen) for name in names)))
@@ -134,14 +134,21 @@ def choose_embedder(artifact: Artifact, config: EngineConfig) -> Embedder | None
     """Return how an artifact's model embeds; None: it is not asked to.
 
     Raises:
-        OptionError: it does nothing else, and is not to.
+        OptionError: it does nothing else, and is not to; or vectors are to be cut to more numbers
+            than they have.
     """
     spec = artifact.manifest.embedding
     wants, is_asked = config.embeddings, config.pooling or config.matryoshka_dimensions
     if wants is None:
         wants = spec is not None or is_asked is not None
     if wants:
-        return Embedder.of(spec, config.pooling, config.matryoshka_dimensions)
+        asked, size = config.matryoshka_dimensions, artifact.manifest.model.hidden_size
+        if isinstance(asked, tuple) and max(asked) > size:
+            raise OptionError(
+                f"matryoshka_dimensions are {', '.join(map(str, asked))}, and vectors of "
+                f"{artifact.path.name} have {size} numbers; give none above that"
+            )
+        return Embedder.of(spec, config.pooling, asked)
     if spec is not None and spec.only:
         raise OptionError(
             f"{artifact.path.name} embeds texts and generates none, for its checkpoint has no "
@@ -182,23 +189,35 @@ def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], pa
     )
 
 
-def _check_fallback(name: str, provider: str, *, has_states: bool) -> None:
+def _check_fallback(name: str, provider: str, artifact: Artifact, *, embeds: bool) -> None:
     """Refuse a fallback that could never take over, before it is needed.
 
     Args:
         name: of the fallback.
         provider: that it is to take over from.
-        has_states: whether the model has layers of linear attention.
+        artifact: that it would load.
+        embeds: whether texts are embedded.
     """
     if name in (AUTO, provider):
         return
     probe = get_provider(name).probe()
     if not probe.available:
         raise ProviderError(f"{name} cannot be a fallback here: {probe.reason}")
-    if has_states and not (probe.features and probe.features.has_states):
+    model, able = artifact.manifest.model, probe.features
+    lacks = None
+    if model.linear is not None and not (able and able.has_states):
+        lacks = f"the model has layers of linear attention, which {name} does not run"
+    elif model.latent is not None and not (able and able.has_latents):
+        lacks = f"the model has multi-head latent attention, which {name} does not compute"
+    if lacks is not None:
         raise ProviderError(
-            f"{name} cannot be a fallback here: the model has layers of linear attention, which "
-            f"{name} does not run; take another one, such as cpu"
+            f"{name} cannot be a fallback here: {lacks}; take another one, such as cpu"
+        )
+    if embeds and not (able and able.tells_states):
+        raise ProviderError(
+            f"{name} cannot be a fallback here: texts are embedded, and {name} does not tell the "
+            "hidden states of which embeddings are made; take another one, such as cpu"
+            f"{without_embeddings(artifact)}"
         )
 
 

@@ -100,6 +100,11 @@ class Embedder:
         asked, allowed = params.dimensions, self.dimensions
         if asked is None or asked == size:
             return
+        if asked > size:
+            raise RequestError(
+                f"dimensions is {asked}, and vectors have {size} numbers; ask for fewer",
+                "dimensions",
+            )
         if allowed is None:
             raise RequestError(
                 f"dimensions is {asked}, and the vectors of this model, of {size} numbers, are not "
@@ -107,13 +112,7 @@ class Embedder:
                 "server with --matryoshka-dimensions if they do",
                 "dimensions",
             )
-        if allowed == "any":
-            if asked > size:
-                raise RequestError(
-                    f"dimensions is {asked}, and vectors have {size} numbers; ask for fewer",
-                    "dimensions",
-                )
-        elif asked not in allowed:
+        if allowed != "any" and asked not in allowed:
             listed = ", ".join(map(str, allowed))
             raise RequestError(
                 f"dimensions is {asked}; vectors of this model have {size} numbers, or are cut to "

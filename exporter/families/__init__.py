@@ -114,7 +114,7 @@ def find_family(config: Config) -> Family:
                     f"model_type {model_type}, which is another model's; correct one of them."
                 )
             return family
-        if not config.architectures and family.name == model_type:
+        if not config.architectures and model_type in (family.name, *family.other_types):
             return family
     found = ", ".join(config.architectures) or model_type or "no architecture"
     if _ENCODERS.search(found):

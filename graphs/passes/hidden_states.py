@@ -124,7 +124,7 @@ def _normed_by_final(model: onnx.ModelProto) -> tuple[str, str]:
         if node.op_type == "Gather" and node.input[1] == contract.LOGITS_INDICES
     }
     norm = next((node for node in model.graph.node if node.name == _FINAL), None)
-    if norm is None or norm.op_type != _NORMS[1] or len(chosen) != 2:
+    if norm is None or norm.op_type not in _NORMS or not chosen:
         raise ArtifactError(
             "hidden_states: the end of the last layer is not in the graph as the exporter writes "
             "it; export the model again"
@@ -138,7 +138,8 @@ def _normed_by_final(model: onnx.ModelProto) -> tuple[str, str]:
     told.name, made = f"{contract.HIDDEN_STATES}.norm", f"{contract.HIDDEN_STATES}.normed"
     told.output[:] = [made]
     selections = []
-    for place in range(2):  # the stream, and what is added to it first
+    # The stream, and what is added to it first where the norm does that.
+    for place in range(2 if norm.op_type == _SKIP_NORM else 1):
         rows = f"{contract.HIDDEN_STATES}.selected.{place}"
         selections.append(
             onnx.helper.make_node(

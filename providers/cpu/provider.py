@@ -86,6 +86,8 @@ class CpuProvider:
             kv_cache_dtypes=supported_dtypes(custom=has_kernel),
             has_experts=True,
             has_states=True,
+            has_latents=True,
+            tells_states=True,
         )
         versions = {
             "onnxruntime": ort.__version__,

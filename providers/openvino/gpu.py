@@ -44,7 +44,8 @@ class GpuPlugin:
         """See `plugin.Plugin.features`. Caches have the type of the activations."""
         able = core.get_property(self.device, "OPTIMIZATION_CAPABILITIES")
         dtypes = tuple(dtype for dtype, capability in CAPABILITIES.items() if capability in able)
-        return replace(Features.one_type(("native",), dtypes), level_dtypes=LEVEL_DTYPES)
+        found = Features.one_type(("native",), dtypes, runs_ours=False)
+        return replace(found, level_dtypes=LEVEL_DTYPES)
 
     def check(self, options: LoadOptions) -> None:
         """See `plugin.Plugin.check`."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
@@ -31,6 +32,7 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import NO_EMBEDDINGS, PoolingParams
 
+JSON: Final = "application/json"
 LLAMA_PATHS: Final = ("/embedding", "/embeddings")  # llama.cpp has both
 
 Floats = NDArray[np.float32]
@@ -64,24 +66,22 @@ async def respond(service: Service, request: Request, body: EmbeddingRequest) ->
     told = _base64 if body.encoding_format == "base64" else _numbers
     num_tokens = sum(map(len, prompts))
     header = Header.new(name, "list", adapter or service.model_name)
-    data = [
-        {"object": "embedding", "index": index, "embedding": told(vector)}
-        for index, vector in enumerate(vectors)
-    ]
-    return JSONResponse(
-        {
-            "id": header.id,
-            "object": header.object,
-            "created": header.created,
-            "model": header.model,
-            "data": data,
-            "usage": {
-                "prompt_tokens": num_tokens,
-                "total_tokens": num_tokens,
-                "prompt_tokens_details": {"cached_tokens": num_cached},
-            },
-        }
+    data = await _listed(
+        vectors,
+        lambda index, vector: {"object": "embedding", "index": index, "embedding": told(vector)},
     )
+    fields = {
+        "id": header.id,
+        "object": header.object,
+        "created": header.created,
+        "model": header.model,
+        "usage": {
+            "prompt_tokens": num_tokens,
+            "total_tokens": num_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        },
+    }
+    return Response(b"".join([_json(fields)[:-1], b',"data":', data, b"}"]), media_type=JSON)
 
 
 async def respond_as_llama_cpp(
@@ -100,9 +100,10 @@ async def respond_as_llama_cpp(
     prompts = await asyncio.to_thread(encode, service, given, True, None)
     work = _embed(service, prompts, body.params(), options, name, field)
     vectors, _ = await unless_disconnected(request, work)
-    return JSONResponse(
-        [{"index": index, "embedding": [_numbers(vector)]} for index, vector in enumerate(vectors)]
+    data = await _listed(
+        vectors, lambda index, vector: {"index": index, "embedding": [_numbers(vector)]}
     )
+    return Response(data, media_type=JSON)
 
 
 def _check_embeds(service: Service) -> None:
@@ -167,6 +168,24 @@ async def _embed(
             raise RequestError(str(error), field) from error
         raise
     return [vectors[number] for number in range(len(prompts))], num_cached
+
+
+async def _listed(vectors: Sequence[Floats], told: Callable[[int, Floats], Any]) -> bytes:
+    """Return a list, in JSON, of what is told of each vector.
+
+    One after the other, and between them it is everybody else's turn: all at once would keep the
+    engine, and other requests, for seconds.
+    """
+    parts = []
+    for index, vector in enumerate(vectors):
+        parts.append(_json(told(index, vector)))
+        await asyncio.sleep(0)
+    return b"".join([b"[", b",".join(parts), b"]"])
+
+
+def _json(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode()
 
 
 def _numbers(vector: Floats) -> Any:

@@ -108,6 +108,8 @@ def test_the_json_has_it_all(
             "level_dtypes": {},
             "has_experts": False,
             "has_states": False,
+            "has_latents": False,
+            "tells_states": False,
             "attention_dtypes": {},
         },
     }

@@ -12,7 +12,7 @@ import pytest
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.exporter.families import FAMILIES
+from onnxport.exporter.families import FAMILIES, find_family
 from onnxport.graphs.spec import ArchSpec
 from tests.exporter import configs
 from tests.exporter.checkpoints import CASES, configuration
@@ -401,6 +401,8 @@ def test_an_unsupported_architecture_lists_the_supported() -> None:
 
 def test_the_model_type_serves_where_no_architecture_is_named() -> None:
     assert read(architectures=None).family == "llama"
+    named = {"model_type": "kimi_k2", "architectures": None}
+    assert find_family(Config(named, Path("config.json"))).name == "deepseek_v3"
     with pytest.raises(UnsupportedModelError, match="no architecture"):
         read(architectures=None, model_type=None)
 

@@ -187,6 +187,11 @@ def test_what_sentence_transformers_files_say(
         (lambda f: write_modules(f, {**LAST, "word_embedding_dimension": 5}), 1, "states 64"),
         (lambda f: (f / "modules.json").write_text("[1]"), 1, "not readable"),
         (lambda f: checkpoints.edit_config(f, matryoshka_dimensions=[]), 1, "whole numbers"),
+        (
+            lambda f: checkpoints.edit_config(f, matryoshka_dimensions=[32, 65]),
+            1,
+            r"is \[32, 65\], and vectors have 64 numbers",
+        ),
         (lambda f: checkpoints.edit_config(f, is_causal=False), 0, "is_causal is False"),
         (
             lambda f: checkpoints.edit_config(f, use_bidirectional_attention="all"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from openai.types import CreateEmbeddingResponse
 
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.app import AppOptions, create_app
+from onnxport.serving.http.embeddings import _listed
 from onnxport.serving.pooling import Embedder, PoolingParams
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
@@ -317,6 +319,30 @@ async def test_llama_cpps_form_is_a_matrix_of_one_row(model_folder: Path) -> Non
             ({"content": "a", "encoding_format": "float"}, "encoding_format"),
         ):
             assert error_of(await server.post("/embedding", **body), 400)["param"] == param
+
+
+async def test_between_two_vectors_it_is_the_turn_of_others() -> None:
+    """Of which all are told as one call would tell them."""
+    turns: list[int] = []
+
+    async def other() -> None:
+        while True:
+            turns.append(len(told))
+            await asyncio.sleep(0)
+
+    told: list[int] = []
+
+    def tell(index: int, each: Any) -> Any:
+        told.append(index)
+        return {"index": index, "embedding": each.tolist()}
+
+    given = [np.array([index, 0.1], np.float32) for index in range(5)]
+    task = asyncio.create_task(other())
+    found = await _listed(given, tell)
+    task.cancel()
+    assert sorted({1, 2, 3, 4} - set(turns)) == []
+    assert json.loads(found) == [tell(index, each) for index, each in enumerate(given)]
+    assert await _listed([], tell) == b"[]"
 
 
 async def test_a_body_has_its_limit(model_folder: Path) -> None:

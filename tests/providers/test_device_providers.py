@@ -169,6 +169,8 @@ def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.features is not None
     assert probe.features.dtypes == ("float16", "float32")  # bfloat16 came with 8.0
     assert probe.features.attention_dtypes == {"native": ("float16",)}
+    assert probe.features.has_latents
+    assert probe.features.tells_states
     assert "there are 2 GPUs" in get_provider("cuda:2").probe().reason
 
 

@@ -105,6 +105,11 @@ def test_an_attention_may_take_some_types_alone() -> None:
     assert not found.go_together("auto", "float32", 1, "native")
     assert found.go_together("auto", "auto", 1, "native")
     assert found.go_together("float16", "float16", 1, "native")
+    assert found.has_latents
+    assert found.tells_states
+    bare = Features.one_type(("native",), ("float16",), runs_ours=False)
+    assert not bare.has_latents
+    assert not bare.tells_states
     every = Features.one_type(("native",), ("float16", "float32"))
     assert every.attention_dtypes == {}
     assert every.go_together("float32", "auto", 1, "native")
@@ -156,7 +161,7 @@ def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> N
 def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_library() is None or features("cpu").attention == ("custom", "decomposed")
     monkeypatch.setattr(library, "find_library", lambda: None)
-    able = {"has_experts": True, "has_states": True}
+    able = {"has_experts": True, "has_states": True, "has_latents": True, "tells_states": True}
     expected = Features(("decomposed",), ("float32",), ("float32",), **able)
     assert features("cpu") == expected
 

@@ -15,8 +15,10 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.passes.hidden_states import tell_hidden_states, tell_when_asked
 from onnxport.providers.base import LoadOptions
+from onnxport.providers.hidden_states import refuse_hidden_states
 from onnxport.providers.registry import get_provider
 from tests.conformance.models import step
 from tests.exporter import checkpoints
@@ -24,13 +26,16 @@ from tests.providers.test_hidden_states import FLOAT32, WAYS, opened, rows_of, t
 from tests.tiers import crossed
 
 # Granite's final norm is stored times what its logits are divided by, and the others' kinds differ.
-FAMILIES = ("llama", "qwen3", "gemma3", "gemma2", "granite", "olmo2", "qwen3-moe", "gpt-oss")
+FAMILIES = (
+    *("llama", "qwen3", "gemma3", "gemma2", "granite", "olmo2", "qwen3-moe", "gpt-oss"),
+    *("cohere", "cohere2", "exaone4", "deepseek-v2", "qwen3.5", "qwen3.5-tied"),
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """By themselves, and behind what layers read; whatever rows need logits."""
-    case = checkpoints.CASES[family]
+    case = {**checkpoints.CASES, **checkpoints.HYBRID}[family]
     torch_model = checkpoints.make(case, tmp_path / "checkpoint")
     options = ExportOptions(precision="fp32", context_length=case.context_length)
     artifact = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
@@ -44,12 +49,15 @@ def test_they_are_those_of_transformers(family: str, tmp_path: Path) -> None:
             size = limits.final_features
             assert limits.features == size * len(parts)
             found = []
-            for first, end in ((0, 19), (19, 20), (20, len(ids))):
+            for slot, (first, end) in enumerate(((0, 19), (19, 20), (20, len(ids)))):
                 inputs = step([(ids[first:end].tolist(), first, [2, 5])], limits)
                 if limits.windows != (None,):
                     table = inputs.block_table
                     others = tuple(table + 3 * n for n in range(1, len(limits.windows)))
                     inputs = replace(inputs, more_block_tables=others)
+                if limits.state_slots:
+                    slots = np.array([slot, slot + 1], np.int32)
+                    inputs = replace(inputs, state_reads=slots[:1], state_writes=slots[1:])
                 inputs = replace(inputs, logits_indices=inputs.logits_indices[-1:])
                 found.append(told(model, inputs)[1])
         for number, want in enumerate(parts):
@@ -94,6 +102,22 @@ def test_logits_stay_as_they_are(way: str, precision: str, artifacts: dict[str, 
     np.testing.assert_allclose(found, want, rtol=rough, atol=rough * np.abs(want).max())
 
 
+@pytest.mark.parametrize("family", ["cohere", "exaone4"])
+def test_logits_of_other_ends_keep_their_bits(family: str, tmp_path: Path) -> None:
+    """Where the final norm is a plain one behind a sum, and where a norm is ahead of it."""
+    case = checkpoints.CASES[family]
+    checkpoints.make(case, tmp_path / "checkpoint")
+    path = export_model(
+        tmp_path / "checkpoint",
+        tmp_path / "artifact",
+        ExportOptions(precision="int4", group_size=32, context_length=case.context_length),
+    )
+    with opened(path, "cpu") as plain, opened(path, "cpu", final_states=True) as telling:
+        inputs = step(rows_of(40), plain.capabilities)
+        inputs = replace(inputs, logits_indices=np.array([10, 39], np.int32))
+        np.testing.assert_array_equal(told(telling, inputs)[0], plain.run(inputs))
+
+
 def test_a_token_has_the_same_bits_in_every_step(artifacts: dict[str, Path]) -> None:
     """Whole or in chunks, alone or beside others."""
     ids = checkpoints.tokens(count=40).tolist()
@@ -136,6 +160,25 @@ def test_who_cannot_tell_them_says_so(artifacts: dict[str, Path]) -> None:
         get_provider("openvino").load(
             Artifact.read(artifacts["int4"]), LoadOptions(final_states=True)
         )
+
+
+@pytest.mark.parametrize(
+    ("spec", "ends"),
+    [
+        (None, "directml do$"),
+        (EmbeddingSpec(only=True), "directml do$"),
+        (EmbeddingSpec(), r"give --no-embeddings \(LLM\(embeddings=False\)\)$"),
+    ],
+)
+def test_who_embeds_unasked_is_told_how_not_to(
+    artifacts: dict[str, Path], spec: EmbeddingSpec | None, ends: str
+) -> None:
+    artifact = Artifact.read(artifacts["int4"])
+    artifact = replace(artifact, manifest=replace(artifact.manifest, embedding=spec))
+    with pytest.raises(ProviderError, match=ends):
+        refuse_hidden_states(artifact, LoadOptions(final_states=True), "openvino")
+    with pytest.raises(ProviderError, match=r"does not tell hidden states; .*directml do$"):
+        refuse_hidden_states(artifact, LoadOptions(hidden_layers=(0,)), "openvino")
 
 
 def test_graphs_that_are_not_the_exporters_are_refused(artifacts: dict[str, Path]) -> None:

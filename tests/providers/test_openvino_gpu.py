@@ -261,6 +261,12 @@ def test_activations_and_cache_have_one_type(
     assert (build.most_tokens, build.config) == (None, expected)
 
 
+def test_what_a_gpu_can(made_up: type[MadeUpCore]) -> None:
+    able = GpuPlugin("GPU.0").features(made_up())
+    assert able.dtypes == ("float16", "float32")
+    assert [able.has_states, able.has_latents, able.tells_states] == [False] * 3
+
+
 def test_a_gpu_without_float16_computes_in_float32(made_up: type[MadeUpCore]) -> None:
     made_up.properties = {**PROPERTIES, "OPTIMIZATION_CAPABILITIES": ["FP32"]}
     (build,) = GpuPlugin("GPU.0").builds(made_up(), LoadOptions(), 4)

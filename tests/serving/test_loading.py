@@ -12,6 +12,8 @@ import pytest
 
 from onnxport.errors import ArtifactError, CapacityError, OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.embedding_spec import EmbeddingSpec
+from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec
 from onnxport.providers.base import Features, LoadOptions, Model, Probe
 from onnxport.providers.null import NullModel, NullOptions
@@ -21,6 +23,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.linear_attention import KEPT_STATES
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.pooling import Embedder
 from onnxport.serving.speculation.config import SpeculationConfig
 from tests.graphs.artifacts import SPEC, write
 from tests.serving.helpers import alone
@@ -336,7 +339,7 @@ def stateful(monkeypatch: pytest.MonkeyPatch) -> list[LoadOptions]:
         key_heads=1, value_heads=2, key_size=4, value_size=4, kernel=4, layers=layers
     )
     model = replace(SPEC, linear=linear, sliding_window=(None,) * SPEC.num_layers)
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=model, fingerprint="f")
+    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=model, fingerprint="f", embedding=None)
     monkeypatch.setattr(
         loading,
         "read_artifact",
@@ -400,6 +403,57 @@ def test_a_fallback_that_runs_no_linear_attention_is_refused_at_once(
         with pytest.raises(ProviderError, match="which webgpu does not run; take another one"):
             loading.open_engine(tmp_path, "cpu", needs_tokenizer=False, fallback=["webgpu"])
     assert not stateful
+
+
+LATENT = LatentSpec(kv_rank=8, nope_size=4, rope_size=4, value_size=4)
+
+
+@pytest.mark.parametrize(
+    ("embedding", "latent", "config", "words"),
+    [
+        (None, LATENT, {}, "latent attention, which other does not compute; take another one"),
+        (None, None, {"embeddings": True}, "texts are embedded, and other does not .* cpu$"),
+        (EmbeddingSpec(), None, {}, "texts are embedded.* give --no-embeddings"),
+        (EmbeddingSpec(only=True), None, {}, "texts are embedded, and other does not .* cpu$"),
+    ],
+)
+def test_a_fallback_that_lacks_what_the_model_needs_is_refused_at_once(
+    loads: dict[str, list[Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    embedding: EmbeddingSpec | None,
+    latent: LatentSpec | None,
+    config: dict[str, Any],
+    words: str,
+) -> None:
+    found = stored(tmp_path)
+    found.manifest.embedding = embedding
+    found.manifest.model = SimpleNamespace(
+        linear=None, latent=latent, draft=None, hidden_size=8, vocab_size=SPEC.vocab_size
+    )
+    monkeypatch.setattr(loading, "read_artifact", lambda path, options: found)
+    limits = EngineConfig(**config)
+    lacking = Features.one_type(("native",), ("float32",), runs_ours=False)
+    for told in (lacking, None):
+        probe = Probe(available=True, reason="", features=told)
+        provider = SimpleNamespace(probe=lambda found=probe: found)
+        monkeypatch.setattr(loading, "get_provider", lambda name, found=provider: found)
+        with pytest.raises(ProviderError, match=f"^other cannot be a fallback here: .*{words}"):
+            open_null(tmp_path, "cpu", "other", config=limits)
+    assert not loads["asked"]
+    able = Probe(True, "", features=Features.one_type(("native",), ("float32",)))
+    provider = SimpleNamespace(probe=lambda: able)
+    monkeypatch.setattr(loading, "get_provider", lambda name: provider)
+    loading._check_fallback("other", "cpu", found, embeds=True)
+
+
+def test_vectors_are_cut_to_no_more_than_they_have(tmp_path: Path) -> None:
+    found = stored(tmp_path)
+    size = SPEC.hidden_size
+    fits = EngineConfig(matryoshka_dimensions=(size, 2))
+    assert loading.choose_embedder(found, fits) == Embedder(dimensions=(size, 2))
+    with pytest.raises(OptionError, match=f"are 2, {size + 1}, and vectors of .* have {size}"):
+        loading.choose_embedder(found, EngineConfig(matryoshka_dimensions=(2, size + 1)))
 
 
 def test_one_fallback_may_be_a_plain_name(opened: list[Any], tmp_path: Path) -> None:

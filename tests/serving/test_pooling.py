@@ -292,6 +292,8 @@ def test_dimensions_are_those_that_mean_something() -> None:
         (None, 4, "not known to mean anything"),
         ("any", 9, "vectors have 8 numbers; ask for fewer"),
         ((4, 2), 3, "have 8 numbers, or are cut to 4, 2"),
+        (None, 9, "vectors have 8 numbers; ask for fewer"),
+        ((4, 9), 9, "vectors have 8 numbers; ask for fewer"),
     ):
         engine = null_engine(embedder=Embedder(dimensions=allowed))
         with pytest.raises(RequestError, match=words) as caught:

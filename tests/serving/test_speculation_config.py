@@ -154,7 +154,10 @@ def test_commands_take_it(command: list[str]) -> None:
     parser = build_parser()
     assert engine_config(parser.parse_args(command)).speculation is None
     given = parser.parse_args([*command, "--speculative-config", '{"method": "ngram"}'])
-    assert engine_config(given) == EngineConfig(speculation=SpeculationConfig("ngram"))
+    embeds = None if command[0] == "serve" else False  # commands that generate embed nothing
+    assert engine_config(given) == EngineConfig(
+        speculation=SpeculationConfig("ngram"), embeddings=embeds
+    )
     wrong = parser.parse_args([*command, "--speculative-config", "ngram"])
     with pytest.raises(CapacityError, match="not JSON"):
         engine_config(wrong)
