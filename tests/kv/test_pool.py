@@ -10,6 +10,8 @@ from onnxport.kv.pool import BlockPool, Eviction
 from onnxport.kv.prefix import BlockKeys
 from tests.tiers import examples
 
+MOST_KEYS = 5  # so few that blocks often have the same content
+
 
 def keys(number: int) -> BlockKeys:
     return (number.to_bytes(32, "big"),)
@@ -119,6 +121,32 @@ def test_the_first_block_of_a_key_stays() -> None:
     pool.release([second, first])
     assert pool.blank_blocks() == (second,)
     assert pool.cached_blocks() == (Eviction(first, keys(5)),)
+
+
+def test_a_free_block_gives_its_key_up_to_a_used_one() -> None:
+    """Else the free one is handed out, and what the used one holds cannot be found."""
+    pool = cached_pool(num_blocks=5)
+    again, another = pool.allocate(2, [])
+    pool.share([2])
+    pool.register(again, keys(1))
+    assert (pool.find(key(1)), pool.blank_blocks()) == (again, (1,))
+    pool.register(again, keys(0))  # it has a key, so nobody gives up theirs
+    pool.register(another, keys(2))  # that one is used
+    assert (pool.find(key(0)), pool.find(key(2))) == (0, 2)
+    pool.check([[again, another, 2]])
+    evictions: list[Eviction] = []
+    assert pool.allocate(2, evictions) == [1, 0]
+    assert evictions == [Eviction(0, keys(0))]
+    assert pool.find(key(1)) == again
+
+
+def test_a_free_block_of_another_group_keeps_its_key() -> None:
+    pool = BlockPool(3, 4, windows=(None, 8))
+    first, second, _ = take(pool, 3)
+    pool.register(first, keys(5))
+    pool.release([first])
+    pool.register(second, keys(5), group=1)
+    assert (pool.find(key(5)), pool.find(key(5), 1)) == (first, second)
 
 
 def test_an_unregistered_block_is_not_found_and_is_blank_when_free() -> None:
@@ -239,13 +267,21 @@ class PoolMachine(RuleBasedStateMachine):
         del self.blank[:count], self.cached[: len(evicted)]
         self.owners.append(blocks)
 
-    @rule(number=st.integers(0, 9), data=st.data())
+    @rule(number=st.integers(0, MOST_KEYS - 1), data=st.data())
     def register(self, number: int, data: st.DataObject) -> None:
         if used := sorted({block for blocks in self.owners for block in blocks}):
             block = data.draw(st.sampled_from(used))
             self.pool.register(block, keys(number))
-            if block not in self.named and number not in self.named.values():
-                self.named[block] = number
+            if block in self.named:
+                return
+            old = {key: block for block, key in self.named.items()}.get(number)
+            if old in used:
+                return
+            if old is not None:
+                del self.named[old]
+                self.cached.remove(old)
+                self.blank.insert(0, old)
+            self.named[block] = number
 
     @rule(data=st.data())
     def unregister(self, data: st.DataObject) -> None:
@@ -286,9 +322,9 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.pool.check(self.owners)
         assert self.pool.free_blocks() == (*self.blank, *self.cached)
-        found = {number: self.pool.find(key(number)) for number in range(10)}
+        found = {number: self.pool.find(key(number)) for number in range(MOST_KEYS)}
         named = {number: block for block, number in self.named.items()}
-        assert found == {number: named.get(number) for number in range(10)}
+        assert found == {number: named.get(number) for number in range(MOST_KEYS)}
 
 
 TestPoolMachine = PoolMachine.TestCase

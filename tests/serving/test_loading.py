@@ -336,7 +336,7 @@ def stateful(monkeypatch: pytest.MonkeyPatch) -> list[LoadOptions]:
         key_heads=1, value_heads=2, key_size=4, value_size=4, kernel=4, layers=layers
     )
     model = replace(SPEC, linear=linear, sliding_window=(None,) * SPEC.num_layers)
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=model, fingerprint="f")
+    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=model, fingerprint="f", embedding=None)
     monkeypatch.setattr(
         loading,
         "read_artifact",
