@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from onnxport.errors import CapacityError
 from onnxport.kv.pool import BlockPool, Eviction
@@ -270,18 +270,27 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, MOST_KEYS - 1), data=st.data())
     def register(self, number: int, data: st.DataObject) -> None:
         if used := sorted({block for blocks in self.owners for block in blocks}):
-            block = data.draw(st.sampled_from(used))
-            self.pool.register(block, keys(number))
-            if block in self.named:
-                return
-            old = {key: block for block, key in self.named.items()}.get(number)
-            if old in used:
-                return
-            if old is not None:
-                del self.named[old]
-                self.cached.remove(old)
-                self.blank.insert(0, old)
-            self.named[block] = number
+            self.register_block(data.draw(st.sampled_from(used)), number)
+
+    @precondition(lambda self: self.blank and self.cached)
+    @rule(data=st.data())
+    def compute_again(self, data: st.DataObject) -> None:
+        """A block gets the content of one that is free."""
+        number = self.named[data.draw(st.sampled_from(self.cached))]
+        self.owners.append([self.blank.pop(0)])
+        assert take(self.pool, 1) == self.owners[-1]
+        self.register_block(self.owners[-1][0], number)
+
+    def register_block(self, block: int, number: int) -> None:
+        self.pool.register(block, keys(number))
+        old = {key: block for block, key in self.named.items()}.get(number)
+        if block in self.named or (old is not None and old not in self.cached):
+            return
+        if old is not None:
+            del self.named[old]
+            self.cached.remove(old)
+            self.blank.insert(0, old)
+        self.named[block] = number
 
     @rule(data=st.data())
     def unregister(self, data: st.DataObject) -> None:

@@ -125,7 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
         return {}
 
     def state_slots(self, rows: int | None) -> int:
-        """For states of a model that takes so many rows: for all of even numbers, not of odd ones."""
+        """For states of a model that takes so many rows: for all of them if even, fewer if odd."""
         if not self.has_states:
             return 0
         rows = rows or 5

@@ -96,7 +96,7 @@ class EmbeddingRules(properties.LosingMachine):
                 np.testing.assert_array_equal(found, own)
 
 
-class EmbeddingMachine(EmbeddingRules, properties.GuessingMachine):
+class EmbeddingMachine(EmbeddingRules, properties.GuessingMachine, properties.LosingMachine):
     """By models without states, beside sequences whose tokens somebody guesses."""
 
     windows: Sequence[tuple[int | None, ...]] = ((None,), *properties.WINDOWS)

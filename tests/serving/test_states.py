@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from onnxport.errors import CapacityError, OptionError, ProviderError
+from onnxport.kv.pool import BlockPool
 from onnxport.kv.states import StatePool, StateStep
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
@@ -527,6 +528,20 @@ def test_what_takes_over_has_states_of_its_own() -> None:
     assert null_model(engine) is small
     for number in range(3):
         assert tokens(deltas[str(number)]) == alone(PROMPT[number:], has_states=True)
+
+
+def test_what_was_kept_is_forgotten_when_another_model_takes_over() -> None:
+    """A slot of the same number, under the same key, is another request's there."""
+    states = bench()
+    states.submit("a", 3, cached=True)
+    states.submit("b", [4, 5, 6], cached=True, n=2)
+    for _ in range(2):
+        states.slots()
+    requests = states.requests.values()
+    assert [request.kept is not None for request in requests] == [True, True, False]  # b1 is as b
+    states.scheduler.move_to(BlockPool(40, 4), 4, 16, StatePool(8))
+    assert all(request.kept is None for request in requests)
+    states.scheduler.check()
 
 
 def test_what_has_no_room_for_a_sequence_does_not_take_over() -> None:
