@@ -256,9 +256,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached: list[int] = []  # likewise
         self.named: dict[int, int] = {}  # block -> the number of its key
 
+    @precondition(lambda self: self.pool.num_free)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, self.pool.num_free))
+        count = data.draw(st.integers(1, self.pool.num_free))
         evictions: list[Eviction] = []
         blocks = self.pool.allocate(count, evictions)
         assert blocks == (self.blank + self.cached)[:count]
@@ -267,19 +268,22 @@ class PoolMachine(RuleBasedStateMachine):
         del self.blank[:count], self.cached[: len(evicted)]
         self.owners.append(blocks)
 
+    @precondition(lambda self: self.owners)
     @rule(number=st.integers(0, MOST_KEYS - 1), data=st.data())
     def register(self, number: int, data: st.DataObject) -> None:
         if used := sorted({block for blocks in self.owners for block in blocks}):
             self.register_block(data.draw(st.sampled_from(used)), number)
 
-    @precondition(lambda self: self.blank and self.cached)
-    @rule(data=st.data())
-    def compute_again(self, data: st.DataObject) -> None:
-        """A block gets the content of one that is free."""
-        number = self.named[data.draw(st.sampled_from(self.cached))]
-        self.owners.append([self.blank.pop(0)])
-        assert take(self.pool, 1) == self.owners[-1]
-        self.register_block(self.owners[-1][0], number)
+    @precondition(lambda self: self.blank)
+    @rule(number=st.integers(0, MOST_KEYS - 1), keeps=st.booleans())
+    def compute(self, number: int, keeps: bool) -> None:
+        """A block is filled; a free one may have the same content already."""
+        (block,) = take(self.pool, 1)
+        assert block == self.blank.pop(0)
+        self.owners.append([block])
+        self.register_block(block, number)
+        if not keeps:
+            self.release_owner(len(self.owners) - 1)
 
     def register_block(self, block: int, number: int) -> None:
         self.pool.register(block, keys(number))
@@ -308,17 +312,20 @@ class PoolMachine(RuleBasedStateMachine):
             self.cached = [block for block in self.cached if block not in blocks]
             self.owners.append(blocks)
 
+    @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        if self.owners:
-            blocks = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
-            self.pool.release(reversed(blocks))
-            owned = {block for others in self.owners for block in others}
-            for block in reversed(blocks):
-                if block not in owned and block in self.named:
-                    self.cached.append(block)
-                elif block not in owned:
-                    self.blank.insert(0, block)
+        self.release_owner(data.draw(st.integers(0, len(self.owners) - 1)))
+
+    def release_owner(self, index: int) -> None:
+        blocks = self.owners.pop(index)
+        self.pool.release(reversed(blocks))
+        owned = {block for others in self.owners for block in others}
+        for block in reversed(blocks):
+            if block not in owned and block in self.named:
+                self.cached.append(block)
+            elif block not in owned:
+                self.blank.insert(0, block)
 
     @rule()
     def reset(self) -> None:
