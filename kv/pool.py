@@ -138,12 +138,22 @@ class BlockPool:
             self._refs[block] += 1
 
     def register(self, block: int, keys: BlockKeys, group: int = 0) -> None:
-        """Make a full block findable. If another one is found under its key already, that stays."""
+        """Make a full block findable.
+
+        If another one is found under its key already, that stays if it is used. A free one gives
+        up the key: it may be handed out before this one, which then could not be found.
+        """
         assert self._refs[block] > 0, f"block {block} is free and cannot be registered"
-        if self._keys[block] is None and keys[-1] not in self._by_key[group]:
-            self._keys[block] = keys
-            self._group[block] = group
-            self._by_key[group][keys[-1]] = block
+        if self._keys[block] is not None:
+            return
+        found = self.find(keys[-1], group)
+        if found is not None:
+            if self._refs[found]:
+                return
+            self.hide(keys[-1], group)
+        self._keys[block] = keys
+        self._group[block] = group
+        self._by_key[group][keys[-1]] = block
 
     def unregister(self, block: int) -> None:
         """Make a used block unfindable, as its content turned out to be wrong."""

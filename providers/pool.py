@@ -84,13 +84,14 @@ def plan_pool(
     taken = weight_bytes + state_bytes
     left = None if free_bytes is None else max(0, free_bytes - taken)
     pool_bytes, asked = _asked(options, left, longest, token_bytes)
+    fewer = "lower max_num_seqs (--max-num-seqs), " if state_bytes else ""
     block_bytes = block_size * place_bytes
     num_blocks = pool_bytes // block_bytes
     if options.kv_cache_tokens is not None:
         num_blocks -= num_blocks % num_groups  # whole columns
     if buffer_bytes is not None:
         most = buffer_bytes * parts * num_places // block_bytes
-        if most < num_blocks and _is_exact(options):
+        if most < num_blocks and is_exact(options):
             raise CapacityError(
                 f"the KV cache does not fit: {asked}, and the device's buffers hold up to "
                 f"{_size(buffer_bytes)}, so the keys or values of a layer can be {most} blocks of "
@@ -107,7 +108,7 @@ def plan_pool(
             f"takes {parts} x {layers} x {spec.num_kv_heads} KV heads x {spec.head_size} channels "
             f"x {item_bytes} bytes = {token_bytes} bytes, and the smallest cache is {smallest}, "
             f"{_size(num_groups * block_bytes)}. Ask for another kv_cache_tokens or kv_memory, "
-            "free memory, or export at a lower precision."
+            f"{fewer}free memory, or export at a lower precision."
         )
     # What a sequence gives up behind a window, it may take again.
     most_tokens = CacheGroups(groups.windows, block_size).longest(num_blocks) * block_size
@@ -119,7 +120,8 @@ def plan_pool(
             held = f"for {num_groups} groups of layers, which is a sequence of {held}"
         raise CapacityError(
             f"max_model_len is {longest} tokens, but the KV cache holds {num_blocks} blocks of "
-            f"{block_size}, {held}; lower max_model_len, or raise kv_cache_tokens or kv_memory"
+            f"{block_size}, {held}; lower max_model_len, {fewer}or raise kv_cache_tokens or "
+            "kv_memory"
         )
     return PoolPlan(block_size, num_blocks, block_bytes, longest)
 
@@ -141,6 +143,11 @@ def _there(
         f"{_size(max(0, free_bytes - weight_bytes - state_bytes))} are left, for "
         f"{_size(free_bytes)} are free and the weights take {_size(weight_bytes)}{slots}{states}"
     )
+
+
+def is_exact(options: LoadOptions) -> bool:
+    """Whether the pool's size was given in tokens or bytes, not as a share of what is there."""
+    return options.kv_cache_tokens is not None or isinstance(options.kv_memory, int)
 
 
 def check_weights(free_bytes: int | None, weight_bytes: int) -> None:
@@ -219,11 +226,6 @@ def check_int8_experts(free_bytes: int, made_bytes: int) -> None:
             "provider that computes them as they are (see docs/providers.md), or export without "
             "--expert-precision."
         )
-
-
-def _is_exact(options: LoadOptions) -> bool:
-    """Whether the caller gave the pool's size, not a share of what is there."""
-    return options.kv_cache_tokens is not None or isinstance(options.kv_memory, int)
 
 
 def _asked(

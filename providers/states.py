@@ -40,15 +40,20 @@ def state_bytes(spec: ArchSpec) -> int:
 
 
 def plan_states(
-    spec: ArchSpec, options: LoadOptions, free_bytes: int, weight_bytes: int
+    spec: ArchSpec,
+    options: LoadOptions,
+    free_bytes: int,
+    weight_bytes: int,
+    kv_bytes: int = 0,
 ) -> StatePlan:
-    """Plan as many slots as are asked for, or as fit into a share of what the weights leave.
+    """Plan as many slots as are asked for, or as fit into a share of what the others leave.
 
     Args:
         spec: the model.
         options: `state_slots` is used.
         free_bytes: memory that can be taken before the weights are loaded.
         weight_bytes: what these take of it.
+        kv_bytes: what a KV cache takes whose size was asked for; 0: it is planned afterwards.
 
     Raises:
         CapacityError: not even one sequence can run.
@@ -57,15 +62,20 @@ def plan_states(
     if not size:
         return StatePlan(0, 0)
     wanted = options.state_slots or SEQUENCES * SLOTS_PER_SEQUENCE
-    left = max(0, free_bytes - weight_bytes)
+    left = max(0, free_bytes - weight_bytes - kv_bytes)
     num_slots = min(wanted, int(left * STATE_SHARE) // size - 1)
     if num_slots < SLOTS_PER_SEQUENCE:
+        cache, smaller = "", ""
+        if kv_bytes:
+            cache = f", the KV cache {kv_bytes} (kv_memory, kv_cache_tokens)"
+            smaller = " a smaller KV cache,"
         raise CapacityError(
             f"the states of layers of linear attention do not fit: each sequence needs "
             f"{SLOTS_PER_SEQUENCE} of {size} bytes, and another one is all zeros; state_slots is "
             f"{wanted}, and {left} bytes are left, of which they may take {STATE_SHARE:.0%}, for "
-            f"{free_bytes} are free and the weights take {weight_bytes}. Ask for at least "
-            f"{SLOTS_PER_SEQUENCE} state_slots, free memory, or export at a lower precision."
+            f"{free_bytes} are free and the weights take {weight_bytes}{cache}. Ask for at "
+            f"least {SLOTS_PER_SEQUENCE} state_slots,{smaller} free memory, or export at a lower "
+            "precision."
         )
     return StatePlan(num_slots, size)
 

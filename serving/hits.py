@@ -56,10 +56,13 @@ class Hits:
         """After how many tokens the state of a prompt should be kept, ascending.
 
         That is behind the last whole block, and where it parts from one that was computed before:
-        if two have begun so, a third one may. None where there is nothing to keep.
+        if two have begun so, a third one may. None where there is nothing to keep, nor of a prompt
+        that is embedded and has to be computed as a whole: those like it would not read it either.
         """
         keys = request.keys
         if self._states is None or keys is None:
+            return ()
+        if request.pooler is not None and request.params.skip_reading_prefix_cache:
             return ()
         block_size, find = self._pool.block_size, self._pool.find
         start = request.num_computed_tokens // block_size

@@ -53,20 +53,28 @@ def check_options(
         )
 
 
-def rows_for(states: StatePool | None, rows: int) -> int:
+def rows_for(states: StatePool | None, rows: int, *, keeps: bool) -> int:
     """Return how many of `rows` sequences have a state to hold and one to write in each step.
 
     Args:
         states: the slots; None: the model has no states, and all run.
         rows: that would run otherwise.
+        keeps: whether states are kept for requests that will begin alike. These get slots of their
+            own, up to a quarter of all; where rows leave none, the next step overwrites them.
     """
-    if states is None or states.num_sequences >= rows:
+    if states is None:
+        return rows
+    kept = min(KEPT_STATES, states.num_slots // 4) if keeps else 0
+    fits = max(1, (states.num_slots - kept) // SLOTS_PER_SEQUENCE)
+    if fits >= rows:
         return rows
     logger.warning(
-        "there is room for %d states, so %d sequences run at once, not %d: each needs %d",
+        "there is room for %d states, so %d sequences run at once, not %d: each needs %d, and %d "
+        "are for those that will begin alike",
         states.num_slots,
-        states.num_sequences,
+        fits,
         rows,
         SLOTS_PER_SEQUENCE,
+        states.num_slots - SLOTS_PER_SEQUENCE * fits if keeps else 0,
     )
-    return states.num_sequences
+    return fits

@@ -211,7 +211,8 @@ class Runtime:
         self.model = model
         self.limits: Capabilities = limits
         self.tokens = min(tokens, limits.max_batch_tokens or tokens)
-        self.rows = rows_for(states, min(most, limits.max_batch_rows or most, self.tokens))
+        most = min(most, limits.max_batch_rows or most, self.tokens)
+        self.rows = rows_for(states, most, keeps=self._config.enable_prefix_caching)
         self.pool, self.states = pool, states
         is_native = native_sampler() is not None
         self.packer = BatchPacker(

@@ -187,6 +187,7 @@ class Scheduler:
             request.name_blocks(pool.block_size)
             for one in (request, *request.siblings):
                 one.table = BlockTable(len(pool.groups))
+                one.kept = None  # its slot is another one's now
             self._fit_rows(request)
         return yielded
 

@@ -51,7 +51,7 @@ from onnxport.providers.ort import (
 )
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
-from onnxport.providers.pool import PoolPlan, least_bytes, plan_pool
+from onnxport.providers.pool import PoolPlan, is_exact, least_bytes, plan_pool
 from onnxport.providers.states import StatePlan, plan_states, refuse_adapters
 
 if TYPE_CHECKING:
@@ -184,7 +184,14 @@ def _plan_memory(
     plan: partial[PoolPlan],
     weight_bytes: int,
 ) -> tuple[PoolPlan, StatePlan]:
-    """Plan the pool of K/V in what states leave, which are planned in what weights do."""
+    """Plan states in what weights leave, and the pool of K/V in what states do.
+
+    K/V whose size was asked for go first: how many states there are is nobody's wish most often.
+    """
+    if is_exact(options):
+        pool = plan(weight_bytes=weight_bytes)
+        kv_bytes = pool.num_blocks * pool.block_bytes
+        return pool, plan_states(spec, options, free_bytes, weight_bytes, kv_bytes)
     states = plan_states(spec, options, free_bytes, weight_bytes)
     return plan(weight_bytes=weight_bytes, state_bytes=states.num_bytes), states
 

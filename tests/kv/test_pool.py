@@ -3,12 +3,14 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from onnxport.errors import CapacityError
 from onnxport.kv.pool import BlockPool, Eviction
 from onnxport.kv.prefix import BlockKeys
 from tests.tiers import examples
+
+MOST_KEYS = 5  # so few that blocks often have the same content
 
 
 def keys(number: int) -> BlockKeys:
@@ -121,6 +123,32 @@ def test_the_first_block_of_a_key_stays() -> None:
     assert pool.cached_blocks() == (Eviction(first, keys(5)),)
 
 
+def test_a_free_block_gives_its_key_up_to_a_used_one() -> None:
+    """Else the free one is handed out, and what the used one holds cannot be found."""
+    pool = cached_pool(num_blocks=5)
+    again, another = pool.allocate(2, [])
+    pool.share([2])
+    pool.register(again, keys(1))
+    assert (pool.find(key(1)), pool.blank_blocks()) == (again, (1,))
+    pool.register(again, keys(0))  # it has a key, so nobody gives up theirs
+    pool.register(another, keys(2))  # that one is used
+    assert (pool.find(key(0)), pool.find(key(2))) == (0, 2)
+    pool.check([[again, another, 2]])
+    evictions: list[Eviction] = []
+    assert pool.allocate(2, evictions) == [1, 0]
+    assert evictions == [Eviction(0, keys(0))]
+    assert pool.find(key(1)) == again
+
+
+def test_a_free_block_of_another_group_keeps_its_key() -> None:
+    pool = BlockPool(3, 4, windows=(None, 8))
+    first, second, _ = take(pool, 3)
+    pool.register(first, keys(5))
+    pool.release([first])
+    pool.register(second, keys(5), group=1)
+    assert (pool.find(key(5)), pool.find(key(5), 1)) == (first, second)
+
+
 def test_an_unregistered_block_is_not_found_and_is_blank_when_free() -> None:
     pool = BlockPool(num_blocks=2, block_size=4)
     blocks = take(pool, 2)
@@ -228,9 +256,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached: list[int] = []  # likewise
         self.named: dict[int, int] = {}  # block -> the number of its key
 
+    @precondition(lambda self: self.pool.num_free)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, self.pool.num_free))
+        count = data.draw(st.integers(1, self.pool.num_free))
         evictions: list[Eviction] = []
         blocks = self.pool.allocate(count, evictions)
         assert blocks == (self.blank + self.cached)[:count]
@@ -239,13 +268,33 @@ class PoolMachine(RuleBasedStateMachine):
         del self.blank[:count], self.cached[: len(evicted)]
         self.owners.append(blocks)
 
-    @rule(number=st.integers(0, 9), data=st.data())
+    @precondition(lambda self: self.owners)
+    @rule(number=st.integers(0, MOST_KEYS - 1), data=st.data())
     def register(self, number: int, data: st.DataObject) -> None:
         if used := sorted({block for blocks in self.owners for block in blocks}):
-            block = data.draw(st.sampled_from(used))
-            self.pool.register(block, keys(number))
-            if block not in self.named and number not in self.named.values():
-                self.named[block] = number
+            self.register_block(data.draw(st.sampled_from(used)), number)
+
+    @precondition(lambda self: self.blank)
+    @rule(number=st.integers(0, MOST_KEYS - 1), keeps=st.booleans())
+    def compute(self, number: int, keeps: bool) -> None:
+        """A block is filled; a free one may have the same content already."""
+        (block,) = take(self.pool, 1)
+        assert block == self.blank.pop(0)
+        self.owners.append([block])
+        self.register_block(block, number)
+        if not keeps:
+            self.release_owner(len(self.owners) - 1)
+
+    def register_block(self, block: int, number: int) -> None:
+        self.pool.register(block, keys(number))
+        old = {key: block for block, key in self.named.items()}.get(number)
+        if block in self.named or (old is not None and old not in self.cached):
+            return
+        if old is not None:
+            del self.named[old]
+            self.cached.remove(old)
+            self.blank.insert(0, old)
+        self.named[block] = number
 
     @rule(data=st.data())
     def unregister(self, data: st.DataObject) -> None:
@@ -263,17 +312,20 @@ class PoolMachine(RuleBasedStateMachine):
             self.cached = [block for block in self.cached if block not in blocks]
             self.owners.append(blocks)
 
+    @precondition(lambda self: self.owners)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        if self.owners:
-            blocks = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
-            self.pool.release(reversed(blocks))
-            owned = {block for others in self.owners for block in others}
-            for block in reversed(blocks):
-                if block not in owned and block in self.named:
-                    self.cached.append(block)
-                elif block not in owned:
-                    self.blank.insert(0, block)
+        self.release_owner(data.draw(st.integers(0, len(self.owners) - 1)))
+
+    def release_owner(self, index: int) -> None:
+        blocks = self.owners.pop(index)
+        self.pool.release(reversed(blocks))
+        owned = {block for others in self.owners for block in others}
+        for block in reversed(blocks):
+            if block not in owned and block in self.named:
+                self.cached.append(block)
+            elif block not in owned:
+                self.blank.insert(0, block)
 
     @rule()
     def reset(self) -> None:
@@ -286,9 +338,9 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.pool.check(self.owners)
         assert self.pool.free_blocks() == (*self.blank, *self.cached)
-        found = {number: self.pool.find(key(number)) for number in range(10)}
+        found = {number: self.pool.find(key(number)) for number in range(MOST_KEYS)}
         named = {number: block for block, number in self.named.items()}
-        assert found == {number: named.get(number) for number in range(10)}
+        assert found == {number: named.get(number) for number in range(MOST_KEYS)}
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -291,6 +291,7 @@ def test_states_take_a_share_of_what_weights_leave(made: Maker) -> None:
     assert plan_states(spec, LoadOptions(), fits - 1, 1000).num_slots == 9
     assert plan_states(spec, LoadOptions(state_slots=7), fits, 1000).num_slots == 7
     assert plan_states(spec, LoadOptions(), 1000 + 6 * size, 1000).num_slots == 2
+    assert plan_states(spec, LoadOptions(), fits + 500, 1000, kv_bytes=500).num_slots == 10
     with pytest.raises(CapacityError, match=f"each sequence needs 2 of {size} bytes"):
         plan_states(spec, LoadOptions(), 1000 + 6 * size - 1, 1000)
     with pytest.raises(CapacityError, match="state_slots is 1"):
@@ -310,8 +311,37 @@ def test_the_pool_of_kv_is_in_what_states_leave(made: Maker) -> None:
     taken = (without.num_blocks - beside.num_blocks) * without.block_bytes
     assert abs(taken - (3 << 20)) <= without.block_bytes
     exact = LoadOptions(kv_memory=8 << 20)
-    with pytest.raises(CapacityError, match=r"states of sequences 3\.0 MiB \(state_slots\)"):
+    words = r"states of sequences 3\.0 MiB \(state_slots\).*lower max_num_seqs \(--max-num-seqs\)"
+    with pytest.raises(CapacityError, match=words):
         plan_pool(spec, exact, **sizes, state_bytes=3 << 20)  # type: ignore[arg-type]
+    with pytest.raises(CapacityError) as refused:
+        plan_pool(spec, LoadOptions(kv_memory=10 << 20), **sizes)  # type: ignore[arg-type]
+    assert "max_num_seqs" not in str(refused.value)
+    short = {**sizes, "free_bytes": (4 << 20) + 5 * 16384, "state_bytes": 3 << 20}
+    with pytest.raises(CapacityError, match=r"lower max_model_len, lower max_num_seqs \(--max-"):
+        plan_pool(spec, LoadOptions(max_model_len=100), **short)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", ["kv_memory", "kv_cache_tokens"])
+def test_states_leave_room_for_the_kv_that_was_asked_for(
+    made: Maker, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    path, _ = made("qwen3.5", "fp32")
+    spec = Artifact.read(path).manifest.model
+    size, token_bytes = state_bytes(spec), 2 * spec.num_kv_heads * spec.head_size * 4
+    weights = json.loads((path / "manifest.json").read_text())["files"]["model.onnx.data"]["size"]
+    kv_bytes = (1000 * size // token_bytes // 16) * 16 * token_bytes
+    given = kv_bytes if asked == "kv_memory" else kv_bytes // token_bytes
+    options = {asked: given, "block_size": 16, "state_slots": 2000}
+    spare = 2 * weights + (1 << 20) + 20 * size
+    assert spare < kv_bytes  # half of what weights leave is less than what was asked for
+    monkeypatch.setattr(memory, "available_bytes", lambda: kv_bytes + spare)
+    with opened(path, "custom", **options) as model:
+        assert model.capabilities.num_blocks * model.capabilities.kv_block_bytes == kv_bytes
+        assert 9 <= model.capabilities.state_slots <= spare // (2 * size)
+    monkeypatch.setattr(memory, "available_bytes", lambda: kv_bytes + weights)
+    with pytest.raises(CapacityError, match=f"the KV cache {kv_bytes} .*Ask for .* a smaller KV"):
+        CpuProvider().load(Artifact.read(path), LoadOptions(attention="custom", **options))
 
 
 def test_what_does_not_fit_is_refused_before_it_is_lowered(

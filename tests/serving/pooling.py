@@ -41,14 +41,17 @@ def vector(
     embedder: Embedder = LAST,
     windows: tuple[int | None, ...] = (None,),
     params: PoolingParams | None = None,
+    *,
+    has_states: bool = False,
 ) -> Floats:
-    """The vector of a prompt that is alone, computed at once."""
+    """The vector of a prompt that is alone, computed at once; by a model with states if so."""
     engine = null_engine(
         num_blocks=512,
         max_num_batched_tokens=512,
         windows=windows,
         one_table=True,
         enable_prefix_caching=False,
+        state_slots=2 if has_states else 0,
         embedder=embedder,
     )
     embed(engine, "alone", prompt, params)

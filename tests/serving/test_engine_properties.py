@@ -125,11 +125,11 @@ class EngineMachine(RuleBasedStateMachine):
         return {}
 
     def state_slots(self, rows: int | None) -> int:
-        """For states of a model that takes so many rows: of odd numbers for one row less."""
+        """For states of a model that takes so many rows: for all of them if even, fewer if odd."""
         if not self.has_states:
             return 0
         rows = rows or 5
-        return max(2, 2 * rows - rows % 2)
+        return max(2, 2 * rows + (-1 if rows % 2 else rows // 2))
 
     def make_model(self, options: NullOptions) -> NullModel:
         """A model, the first one or one that may take over."""

@@ -22,14 +22,14 @@ from tests.tiers import examples
 
 
 @cache
-def own_vector(prompt: tuple[int, ...], is_mean: bool, windows: tuple[int | None, ...]) -> Floats:
-    return vector(prompt, MEAN if is_mean else LAST, windows)
+def own_vector(
+    prompt: tuple[int, ...], is_mean: bool, windows: tuple[int | None, ...], has_states: bool
+) -> Floats:
+    return vector(prompt, MEAN if is_mean else LAST, windows, has_states=has_states)
 
 
-class EmbeddingMachine(properties.GuessingMachine, properties.LosingMachine):
+class EmbeddingRules(properties.LosingMachine):
     """Prompts are embedded beside all else that happens."""
-
-    windows: Sequence[tuple[int | None, ...]] = ((None,), *properties.WINDOWS)
 
     def standby(self, pool_tokens: int) -> dict[str, Any]:
         self.is_mean = pool_tokens % 2 == 1
@@ -92,10 +92,23 @@ class EmbeddingMachine(properties.GuessingMachine, properties.LosingMachine):
         for name, found in self.vectors.items():
             if found is not None:
                 prompt = tuple(self.prompts[name])
-                np.testing.assert_array_equal(found, own_vector(prompt, self.is_mean, self.groups))
+                own = own_vector(prompt, self.is_mean, self.groups, self.has_states)
+                np.testing.assert_array_equal(found, own)
+
+
+class EmbeddingMachine(EmbeddingRules, properties.GuessingMachine, properties.LosingMachine):
+    """By models without states, beside sequences whose tokens somebody guesses."""
+
+    windows: Sequence[tuple[int | None, ...]] = ((None,), *properties.WINDOWS)
+
+
+class EmbeddingStatefulMachine(EmbeddingRules, properties.LosingStatefulMachine):
+    """By models that have states."""
 
 
 TestEmbeddingMachine = EmbeddingMachine.TestCase
+TestEmbeddingStatefulMachine = EmbeddingStatefulMachine.TestCase
 TestEmbeddingMachine.settings = settings(
     properties.TestEngineMachine.settings, max_examples=examples(120)
 )
+TestEmbeddingStatefulMachine.settings = TestEmbeddingMachine.settings

@@ -46,7 +46,21 @@ def test_the_last_token_is_always_computed() -> None:
     assert rows(plan) == [("b", 8, 4)]
     assert bench.blocks("b") == [0, 1, 3]
     bench.finish("b")
-    assert 3 in bench.pool.blank_blocks()  # the first copy of a block is the one that is known
+    assert 2 in bench.pool.blank_blocks()  # the copy that was used is the one that is known
+    assert 3 not in bench.pool.blank_blocks()
+
+
+def test_the_first_copy_of_a_block_stays_known_while_it_is_used() -> None:
+    bench = Bench(num_blocks=8)
+    bench.submit("a", PREFIX, cached=True)
+    bench.step()
+    bench.submit("b", PREFIX, cached=True)
+    bench.step()
+    assert (bench.blocks("a")[2], bench.blocks("b")[2]) == (2, 4)
+    bench.finish("b")
+    bench.finish("a")
+    assert 4 in bench.pool.blank_blocks()
+    assert 2 not in bench.pool.blank_blocks()
 
 
 def test_a_hit_on_blocks_in_use_takes_none() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from onnxport.errors import CapacityError, OptionError, ProviderError
+from onnxport.kv.pool import BlockPool
 from onnxport.kv.states import StatePool, StateStep
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
@@ -15,8 +16,9 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import describe
-from onnxport.serving.linear_attention import slots_wanted
+from onnxport.serving.linear_attention import rows_for, slots_wanted
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.pooling import Embedder
 from onnxport.serving.speculation.config import SpeculationConfig
 from tests.serving.bench import Bench, name_of
 from tests.serving.helpers import (
@@ -30,6 +32,7 @@ from tests.serving.helpers import (
     submit,
     tokens,
 )
+from tests.serving.pooling import LAST, MEAN, embed
 from tests.serving.prophet import Prophet
 
 PROMPT = list(range(1, 23))
@@ -426,13 +429,88 @@ def test_a_request_that_is_aborted_gives_its_slot_back() -> None:
 
 def test_fewer_slots_let_fewer_sequences_run(caplog: pytest.LogCaptureFixture) -> None:
     engine = null_engine(state_slots=5, max_num_seqs=4)
-    assert "there is room for 5 states, so 2 sequences run at once, not 4" in caplog.text
+    words = "there is room for 5 states, so 2 sequences run at once, not 4: each needs 2, and 1 are"
+    assert words in caplog.text
     for number in range(4):
         submit(engine, str(number), PROMPT)
     checked_step(engine)
     checked_step(engine)
     assert engine._scheduler.num_running == 2
     assert all(reasons(deltas) == ["length"] for deltas in run(engine).values())
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "keeps", "expected"),
+    [
+        (3, 4, True, 1),
+        (4, 4, True, 1),
+        (4, 4, False, 2),
+        (6, 4, True, 2),
+        (8, 4, False, 4),
+        (8, 4, True, 3),
+        (9, 4, True, 3),
+        (10, 4, True, 4),
+        (2, 4, True, 1),
+        (40, 64, True, 16),
+        (40, 64, False, 20),
+        (135, 64, True, 63),
+        (136, 64, True, 64),
+        (999, 64, True, 64),
+    ],
+)
+def test_kept_states_have_slots_of_their_own(
+    slots: int, rows: int, keeps: bool, expected: int
+) -> None:
+    assert rows_for(StatePool(slots), rows, keeps=keeps) == expected
+    assert rows_for(None, rows, keeps=keeps) == rows
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_states_are_kept_while_as_many_run_as_may(
+    caches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = null_engine(state_slots=8, max_num_seqs=4, enable_prefix_caching=caches)
+    assert ("so 3 sequences run at once, not 4" in caplog.text) == caches
+    submit(engine, "first", PROMPT)
+    run(engine)
+    for number in range(4):
+        submit(engine, str(number), [90 + number], SamplingParams(max_tokens=3, ignore_eos=True))
+    run(engine)
+    assert computed(engine, "again", PROMPT) == (20 if caches else 0)
+
+
+def test_what_is_computed_again_is_found_as_long_as_somebody_has_it() -> None:
+    """The second computes the beginning anew, for no state is there, and answers at length."""
+    engine = null_engine(
+        num_blocks=64, max_num_batched_tokens=64, max_num_seqs=4, state_slots=16, max_model_len=400
+    )
+    beginning = list(range(100, 140))
+    found = []
+    for number, length in enumerate([2, 190, 2, 2]):
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        prompt = [*beginning, *range(10 * number, 10 * number + 9)]
+        found.append(computed(engine, str(number), prompt, params))
+    assert found == [0, 0, 40, 40]
+
+
+@pytest.mark.parametrize(("embedder", "kept"), [(LAST, 1), (MEAN, 0)])
+def test_a_prompt_that_reads_nothing_stops_for_no_state(embedder: Embedder, kept: int) -> None:
+    engine = null_engine(
+        state_slots=16, max_num_batched_tokens=64, embedder=embedder, final_features=8
+    )
+    for name in "ab":
+        embed(engine, name, PROMPT)
+        before = engine.stats().num_steps
+        run(engine)
+        assert engine.stats().num_steps - before == 1 + (name == "a") * kept
+    assert blank(engine) == 16 - kept
+
+
+def test_a_text_that_reads_nothing_leaves_its_state_to_others() -> None:
+    engine = null_engine(state_slots=16)
+    params = SamplingParams(temperature=0.0, max_tokens=5, skip_reading_prefix_cache=True)
+    assert computed(engine, "a", PROMPT, params) == 0
+    assert computed(engine, "b", PROMPT) == 20
 
 
 def test_as_many_slots_as_were_asked_for_limit_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -450,6 +528,20 @@ def test_what_takes_over_has_states_of_its_own() -> None:
     assert null_model(engine) is small
     for number in range(3):
         assert tokens(deltas[str(number)]) == alone(PROMPT[number:], has_states=True)
+
+
+def test_what_was_kept_is_forgotten_when_another_model_takes_over() -> None:
+    """A slot of the same number, under the same key, is another request's there."""
+    states = bench()
+    states.submit("a", 3, cached=True)
+    states.submit("b", [4, 5, 6], cached=True, n=2)
+    for _ in range(2):
+        states.slots()
+    requests = states.requests.values()
+    assert [request.kept is not None for request in requests] == [True, True, False]  # b1 is as b
+    states.scheduler.move_to(BlockPool(40, 4), 4, 16, StatePool(8))
+    assert all(request.kept is None for request in requests)
+    states.scheduler.check()
 
 
 def test_what_has_no_room_for_a_sequence_does_not_take_over() -> None:
