@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -40,14 +42,23 @@ def layer(dtype: int, gates_dtype: int = TensorProto.FLOAT) -> bytes:
     return g.build().SerializeToString()
 
 
+def refusal(model: bytes) -> str:
+    """Why ONNX Runtime does not load a graph on a processor; "" if it does."""
+    try:
+        ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    except Exception as error:  # of a class of its own for each reason
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.FLOAT])
 def test_types_are_those_of_the_schemas(dtype: int) -> None:
-    """ONNX Runtime checks them, and then finds no kernel for a processor."""
-    with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*VarlenCausalConvWithState"):
-        ort.InferenceSession(layer(dtype), providers=["CPUExecutionProvider"])
+    """ONNX Runtime checks them; 1.31 then finds no kernel for a processor, 1.32 does."""
+    reason = refusal(layer(dtype))
+    assert not reason or re.search("NOT_IMPLEMENTED.*VarlenCausalConvWithState", reason)
 
 
-def test_what_decays_is_float32() -> None:
-    wrong = layer(TensorProto.FLOAT16, TensorProto.FLOAT16)
-    with pytest.raises(Exception, match=r"Type Error.*GatedDeltaNet|INVALID_GRAPH"):
-        ort.InferenceSession(wrong, providers=["CPUExecutionProvider"])
+def test_other_types_are_refused() -> None:
+    """So what the one above shows is not nothing."""
+    wrong = layer(TensorProto.FLOAT16, TensorProto.INT32)
+    assert re.search("Type Error.*GatedDeltaNet|INVALID_GRAPH", refusal(wrong))

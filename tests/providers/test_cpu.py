@@ -87,7 +87,7 @@ def test_16_bit_weights_are_planned_as_what_they_become(
     def planner(*arguments: Any) -> Any:
         plan = plain(*arguments)
 
-        def record(weight_bytes: int, state_bytes: int) -> Any:
+        def record(weight_bytes: int, state_bytes: int = 0) -> Any:
             planned.append(weight_bytes)
             return plan(weight_bytes=weight_bytes, state_bytes=state_bytes)
 
