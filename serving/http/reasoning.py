@@ -11,7 +11,7 @@ from onnxport.serving.channels import Channels
 from onnxport.serving.http.generation import Job, Run, Usage
 from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.http.tool_formats.base import Functions
-from onnxport.serving.http.tool_formats.cursor import longest_partial
+from onnxport.serving.http.tool_formats.cursor import hidden_places, longest_partial, without
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import REASONING_NAMES, Thought, splitter
@@ -132,12 +132,12 @@ class TextFilter:
     def take(self, text: str, *, is_last: bool) -> str:
         """Return what is left of the next piece, and of what was kept back before."""
         self._pending += text
-        for one in self._hidden:
-            self._pending = self._pending.replace(one, "")
-        held = 0 if is_last else longest_partial(self._pending, self._hidden)
-        kept = self._pending[: len(self._pending) - held]
-        self._pending = self._pending[len(kept) :]
-        return kept
+        places = hidden_places(self._pending, self._hidden)
+        taken = places[-1][1] if places else 0
+        held = 0 if is_last else longest_partial(self._pending[taken:], self._hidden)
+        end = len(self._pending) - held
+        kept, self._pending = self._pending[:end], self._pending[end:]
+        return without(kept, places)
 
 
 class Piece(NamedTuple):

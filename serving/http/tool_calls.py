@@ -10,7 +10,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from onnxport.serving.http.tool_formats.base import Block, Functions, ParsedCall, ToolFormat
-from onnxport.serving.http.tool_formats.cursor import Awaited, Incomplete, longest_partial
+from onnxport.serving.http.tool_formats.cursor import (
+    Awaited,
+    Incomplete,
+    hidden_places,
+    longest_partial,
+    without,
+)
 from onnxport.serving.http.tool_formats.hermes import HERMES
 
 MOST_TRIED = 20  # blocks at the end of all, whose readers may each look at all that follows
@@ -169,8 +175,7 @@ class ToolCallParser:
         if last := self._last_of(taken):
             self._content_end = self._num_taken + last
         self._num_taken += end
-        for token in self.hidden:
-            taken = taken.replace(token, "")
+        taken = without(taken, hidden_places(taken, self.hidden))
         if taken and self._is_parted:
             self._is_parted = False
             self._space += self.format.between if self._has_content else ""

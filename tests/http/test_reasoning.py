@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import OpenAI
 
 from onnxport.serving.http.generation import Run
@@ -330,13 +332,13 @@ def test_reasoning_can_be_sent_back(thinker: RunningServer) -> None:
         text: str = httpx.post(f"{thinker.url}/detokenize", json=ids).json()["prompt"]
         return text.partition("assistant\n")[2]
 
-    for given in (
+    for fields in (
         {"reasoning": "hm"},
         {"reasoning_content": "hm"},
         {"reasoning": "hm", "reasoning_content": "hm"},
     ):
-        assert prompt(content="b", **given) == "<think>hm</think>b<|im_end|>\n"
-        assert prompt(content=None, **given) == "<think>hm</think><|im_end|>\n"
+        assert prompt(content="b", **fields) == "<think>hm</think>b<|im_end|>\n"
+        assert prompt(content=None, **fields) == "<think>hm</think><|im_end|>\n"
     messages = [{"role": "assistant", "content": "b", "reasoning": "a", "reasoning_content": "c"}]
     ask = {"model": MODEL, "messages": messages}
     response = httpx.post(f"{thinker.url}/v1/chat/completions", json=ask)
@@ -544,6 +546,16 @@ def test_a_filter_keeps_back_what_may_be_hidden() -> None:
     pieces = ["a[", "B", "C]b", "[A", "x[", "A]", "[B"]
     told = [found.take(one, is_last=one == pieces[-1]) for one in pieces]
     assert told == ["a", "", "b", "", "[Ax", "", "[B"]
+
+
+@given(st.lists(st.sampled_from(["<a>", "</a>", "<", "a", ">", "/", "<</a>a>"]), max_size=6))
+def test_a_filter_takes_the_same_out_of_whole_texts_and_of_pieces(pieces: list[str]) -> None:
+    text, hidden = "".join(pieces), ("<a>", "</a>")
+    whole = TextFilter(hidden).take(text, is_last=True)
+    for given_in in (pieces, [*text]):
+        found = TextFilter(hidden)
+        told = [found.take(one, is_last=False) for one in given_in]
+        assert "".join([*told, found.take("", is_last=True)]) == whole
 
 
 def test_a_marker_in_reasoning_is_hidden_also_where_it_is_cut() -> None:

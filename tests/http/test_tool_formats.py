@@ -280,6 +280,7 @@ def test_hidden_tokens_are_not_in_content() -> None:
         ("a[TOOL_CALLS]b", "ab"),
         ("[ARGS]b[CALL", "b[CALL"),
         ("x [TOOL_CALLS][ARGS] y", "x  y"),
+        ("[AR[TOOL_CALLS]GS]", "[ARGS]"),
     ):
         for pieces in ([text], list(text)):
             hidden = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")

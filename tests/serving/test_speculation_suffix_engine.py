@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -82,8 +83,13 @@ def test_the_same_request_again_is_guessed(params: SamplingParams) -> None:
 
 def test_the_policy_guesses_it_too() -> None:
     """In steps that take some time, of which guesses take next to none."""
-    speculator = Speculator(ForcedDrafter(drafter()), CONFIG)
-    engine = null_engine(speculator=speculator, latency_s=0.002, max_num_batched_tokens=64)
+    ticks = count()
+    speculator = Speculator(
+        ForcedDrafter(drafter()),
+        CONFIG,
+        clock=lambda: engine.stats().num_steps * 2e-3 + next(ticks) * 1e-7,
+    )
+    engine = null_engine(speculator=speculator, max_num_batched_tokens=64)
     for _ in range(3):
         assert answered(engine, PROMPT, LONG)[0] == alone(PROMPT, LONG)
     again, steps, guessed, right = answered(engine, PROMPT, LONG)

@@ -186,5 +186,23 @@ def longest_partial(text: str, markers: Iterable[str]) -> int:
     return longest
 
 
+def hidden_places(text: str, hidden: Iterable[str]) -> list[tuple[int, int]]:
+    """Return where the texts of `hidden` stand in a text: beginnings and ends, from the left on.
+
+    They are of the text as it is: where one is taken out, what is around it makes no other one.
+    """
+    pattern = "|".join(map(re.escape, hidden))
+    return [found.span() for found in re.finditer(pattern, text)] if pattern else []
+
+
+def without(text: str, places: Iterable[tuple[int, int]]) -> str:
+    """Return a text without what stands at some places of it."""
+    kept, end = [], 0
+    for start, behind in places:
+        kept.append(text[end:start])
+        end = behind
+    return "".join([*kept, text[end:]])
+
+
 def _not_json(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
