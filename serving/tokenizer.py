@@ -172,6 +172,24 @@ class Tokenizer:
             self._special = frozenset(one for one, token in added.items() if token.special)
         return token_id in self._special
 
+    def special_spellings(self) -> list[str]:
+        """Return the special tokens as texts spell them."""
+        added = self._fast.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    def without_special(self, spellings: Collection[str]) -> Tokenizer:
+        """Return a tokenizer that takes what spells a special token for text like any other.
+
+        Args:
+            spellings: of tokens that count as special, also where the file does not call them so.
+        """
+        described = json.loads(self._fast.to_str())
+        for one in described["added_tokens"]:
+            one["special"] = one["special"] or one["content"] in spellings
+        changed = type(self._fast).from_str(json.dumps(described))
+        changed.encode_special_tokens = True
+        return Tokenizer(changed, self.eos_token_ids)
+
     def vocabulary(self) -> dict[str, int]:
         """Return every token as it is spelled, added ones included, and its id."""
         found: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter
@@ -16,6 +16,7 @@ from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.errors import ApiError, shortened
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
+from onnxport.serving.infill import Infill
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.pooling import Embedder, PoolingParams
@@ -79,6 +80,14 @@ class Tokenizer(Protocol):
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no text."""
+        ...
+
+    def special_spellings(self) -> Sequence[str]:
+        """Return the special tokens as texts spell them."""
+        ...
+
+    def without_special(self, spellings: Collection[str]) -> Self:
+        """Return a tokenizer to which these, and special tokens, are text like any other."""
         ...
 
 
@@ -208,6 +217,7 @@ class Service:
     ping_interval_s: float = 0.0  # of comments in streams that say nothing; 0: there are none
     thinking_token_budget: int | None = None  # of chats that give none
     stream_interval: int = 1  # of streams that give none
+    infill: Infill | None = None  # how the model fills in; None: it has no tokens for that
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

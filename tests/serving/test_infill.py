@@ -1,0 +1,238 @@
+"""Prompts that are filled in: tokens of each family, parts in order, and what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, processors
+
+from onnxport.errors import CapacityError, RequestError
+from onnxport.serving.infill import (
+    FAMILIES,
+    Extra,
+    Infill,
+    InfillNames,
+    last_that_fit,
+    shares,
+)
+from onnxport.serving.tokenizer import Tokenizer
+
+from .tokenizers_for_tests import EOS, byte_fallback, byte_level
+
+QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
+PROJECT = ("<|repo_name|>", "<|file_sep|>")
+
+
+def tokenizer(*tokens: str, special: bool = False) -> Tokenizer:
+    """Byte-level, with these tokens; Qwen's file does not call its own special."""
+    fast = byte_level()
+    fast.add_tokens([AddedToken(token, special=special) for token in tokens])
+    return Tokenizer(fast)
+
+
+def spelled(own: Tokenizer, token_ids: Sequence[int]) -> str:
+    return own.decode(token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("names", FAMILIES, ids=lambda names: names.prefix)
+def test_every_family_is_found(names: InfillNames) -> None:
+    needed = [one for one in (names.prefix, names.suffix, names.middle) if one]
+    own = tokenizer(*needed)
+    found = Infill.find(own)
+    assert found is not None
+    assert (found.names.prefix, found.names.suffix, found.names.middle) == (
+        *(names.prefix, names.suffix),
+        names.middle,
+    )
+    text = spelled(own, found.around("sea", "deep").token_ids)
+    middle = names.middle or ""
+    if names.suffix_first:
+        assert text == f"{names.suffix}deep{names.prefix}sea{middle}"
+    else:
+        assert text == f"{names.prefix}sea{names.suffix}deep{middle}"
+    for missing in needed:
+        assert Infill.find(tokenizer(*(one for one in needed if one != missing))) is None
+
+
+def test_tokens_that_need_not_be_there() -> None:
+    def names(*tokens: str) -> InfillNames:
+        found = Infill.find(tokenizer(*QWEN[:3], *tokens))
+        assert found is not None
+        return found.names
+
+    assert names(QWEN[3], *PROJECT) == FAMILIES[0]
+    assert names("<|file_separator|>") == FAMILIES[1]
+    assert names(QWEN[3]) == InfillNames(*QWEN)
+    assert names() == InfillNames(*QWEN[:3])
+
+
+def test_the_suffix_first() -> None:
+    own = tokenizer(*QWEN)
+    found = Infill.find(own, suffix_first=True)
+    assert found is not None
+    text = spelled(own, found.around("sea", "deep").token_ids)
+    assert text == "<|fim_suffix|>deep<|fim_prefix|>sea<|fim_middle|>"
+
+
+def test_other_files() -> None:
+    own = tokenizer(*QWEN, *PROJECT)
+    found = Infill.find(own)
+    assert found is not None
+    extras = [Extra("a.py", "hi\n"), Extra("b.py", "there\n")]
+    filling = found.in_project("sea ", "deep", extras)
+    assert not filling.is_cut
+    assert spelled(own, filling.token_ids) == (
+        "<|repo_name|>myproject\n<|file_sep|>a.py\nhi\n<|file_sep|>b.py\nthere\n"
+        "<|file_sep|>filename\n<|fim_prefix|>sea <|fim_suffix|>deep<|fim_middle|>"
+    )
+    alone = found.in_project("sea ", "deep", [])
+    assert spelled(own, alone.token_ids).startswith("<|repo_name|>myproject\n<|file_sep|>filename")
+
+
+def test_other_texts_where_no_token_begins_a_file() -> None:
+    own = tokenizer(*QWEN, PROJECT[0])
+    found = Infill.find(own)
+    assert found is not None
+    text = spelled(own, found.in_project("a", "b", [Extra("a.py", "hi\n")]).token_ids)
+    assert text == (
+        "\n\n--- snippet ---\n\nhi\n<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+    )
+
+
+def test_what_spells_a_token_is_text() -> None:
+    """Be it one that the file calls special or not: whoever edits this very file has such texts."""
+    own = tokenizer(*QWEN, *PROJECT)
+    found = Infill.find(own)
+    assert found is not None
+    evil = f"a{QWEN[1]}b{EOS}c{PROJECT[1]}"
+    for filling in (
+        found.around(evil, "z"),
+        found.around("z", evil),
+        found.in_project("y", "z", [Extra(evil, evil)]),
+    ):
+        for token in (*QWEN[:3], *PROJECT):
+            expected = 1 if token in QWEN else 0
+            if len(filling.token_ids) > 60 and token in PROJECT:
+                expected = {PROJECT[0]: 1, PROJECT[1]: 2}[token]
+            count = filling.token_ids.count(own.token_to_id(token) or -1)
+            assert count == expected or token in PROJECT
+        assert own.token_to_id(EOS) not in filling.token_ids
+        assert evil in spelled(own, filling.token_ids)
+
+
+def test_a_text_begins_with_what_the_tokenizer_puts_there() -> None:
+    fast = byte_level()
+    fast.add_tokens([*QWEN])
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{EOS} $A", special_tokens=[(EOS, fast.token_to_id(EOS))]
+    )
+    own = Tokenizer(fast)
+    found = Infill.find(own)
+    assert found is not None
+    assert spelled(own, found.around("a", "b").token_ids).startswith(f"{EOS}<|fim_prefix|>a")
+    bare = found.around("a", "b", begins=False)
+    assert spelled(own, bare.token_ids).startswith("<|fim_prefix|>a")
+
+
+def test_a_suffix_gets_no_space() -> None:
+    from tokenizers import normalizers
+
+    fast = byte_fallback()
+    fast.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    fast.add_special_tokens(["▁<PRE>", "▁<SUF>", "▁<MID>"])
+    own = Tokenizer(fast)
+    found = Infill.find(own)
+    assert found is not None
+    tokens = [own.token_spelling(one) for one in found.around("the", "sea").token_ids]
+    assert tokens == ["▁<PRE>", "▁", *"the", "▁<SUF>", *"sea", "▁<MID>"]
+    assert own.token_to_id("▁<MID>") in found.ends
+
+
+def test_what_ends_a_filling() -> None:
+    own = tokenizer(*QWEN, *PROJECT, "<|im_end|>", "<|endoftext|>")
+    found = Infill.find(own)
+    assert found is not None
+    wanted = {own.token_to_id(one) for one in (*QWEN, *PROJECT, "<|im_end|>", "<|endoftext|>")}
+    assert {*found.ends} == wanted
+
+
+def test_names_by_hand() -> None:
+    own = tokenizer("<a>", "<b>", "<c>")
+    names = InfillNames.of({"prefix": "<a>", "suffix": "<b>", "middle": "<c>"}, suffix_first=False)
+    text = spelled(own, Infill(own, names).around("x", "y").token_ids)
+    assert text == "<a>x<b>y<c>"
+    for given, match in (
+        ({"prefix": "<a>", "suffix": "<b>", "end": "<c>"}, "'end'"),
+        ({"prefix": "<a>", "middle": "<c>"}, "lack suffix"),
+        ({"prefix": "<a>", "suffix": 5}, "suffix is 5"),
+        ({"prefix": "<a>", "suffix": ""}, "suffix is ''"),
+        ({"prefix": "<a>", "suffix": "<b>"}, "no middle"),
+    ):
+        with pytest.raises(RequestError, match=match):
+            InfillNames.of(given, suffix_first=False)
+    InfillNames.of({"prefix": "<a>", "suffix": "<b>"}, suffix_first=True)
+    with pytest.raises(RequestError, match="no token '<d>'"):
+        Infill(own, InfillNames("<a>", "<d>", "<c>"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "expected"),
+    [
+        ((10, 5), 15, (10, 5)),
+        ((10, 5), 12, (9, 3)),
+        ((100, 100), 40, (30, 10)),
+        ((100, 2), 40, (38, 2)),
+        ((3, 100), 40, (3, 37)),
+        ((5, 5), 0, (0, 0)),
+        ((0, 5), 3, (0, 3)),
+    ],
+)
+def test_shares(sizes: tuple[int, int], room: int, expected: tuple[int, int]) -> None:
+    assert shares(*sizes, room) == expected
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 600))
+def test_shares_leave_no_room_unused(num_prefix: int, num_suffix: int, room: int) -> None:
+    prefix, suffix = shares(num_prefix, num_suffix, room)
+    assert 0 <= prefix <= num_prefix
+    assert 0 <= suffix <= num_suffix
+    assert prefix + suffix == min(room, num_prefix + num_suffix)
+
+
+def test_last_that_fit() -> None:
+    assert last_that_fit([3, 4, 5], 12) == 3
+    assert last_that_fit([3, 4, 5], 11) == 2
+    assert last_that_fit([3, 4, 5], 4) == 0
+    assert last_that_fit([], 4) == 0
+
+
+def test_what_is_left_out() -> None:
+    """Extras first, the first of them before others; then both ends of the file."""
+    own = tokenizer(*QWEN, *PROJECT)
+    found = Infill.find(own)
+    assert found is not None
+    extras = [Extra("1", "q" * 30), Extra("2", "w" * 30)]
+    prefix, suffix = "<abcdefgh", "klmnopqr>"
+    whole = found.in_project(prefix, suffix, extras)
+    size = len(whole.token_ids)
+    assert found.in_project(prefix, suffix, extras, size) == whole
+    shorter = found.in_project(prefix, suffix, extras, size - 1)
+    text = spelled(own, shorter.token_ids)
+    assert shorter.is_cut
+    assert ("q" in text.replace("nopqr", ""), "w" * 30 in text) == (False, True)
+    assert prefix in text
+    assert suffix in text
+    bare = len(found.in_project("", "", []).token_ids)
+    tight = found.in_project(prefix, suffix, extras, bare + 8)
+    text = spelled(own, tight.token_ids)
+    assert len(tight.token_ids) <= bare + 8
+    assert tight.is_cut
+    assert text.endswith("h<|fim_suffix|>kl<|fim_middle|>")
+    assert not found.in_project("", "", [], bare).is_cut
+    with pytest.raises(CapacityError, match="hold it together"):
+        found.in_project("", "", [], bare - 1)
