@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from onnxport.graphs.contract import ALL_ALLOWED, NO_SUMMARY, NO_SUMS
 from onnxport.graphs.noise import GROUP, LEAST_TEMPERATURE, Noise, per_unit
 from onnxport.serving.edits import Floats, Ids, RowEdits
 from onnxport.serving.topm import top_m
+
+if TYPE_CHECKING:
+    from onnxport.serving.infill_sampler import InfillRule
 
 BLOCK_ELEMENTS = 1 << 18  # logits worked on at once: 1 MiB of float32, which stays in a CPU cache
 RUN_ELEMENTS = 1 << 21  # logits of which the largest are sought at once: bounds what that allocates
@@ -63,6 +66,7 @@ class RowParams(NamedTuple):
     # token i; None: all
     thinning: Thinning | None = None
     adapting: Adapting | None = None
+    infill: InfillRule | None = None  # what leaves tokens out behind all else
 
     @property
     def greedy(self) -> bool:
@@ -78,6 +82,8 @@ class RowParams(NamedTuple):
     def truncated(self) -> bool:
         """Whether some tokens are left out before one is drawn."""
         some = self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        if self.infill is not None:
+            return True
         return some or self.thinning is not None or self.adapting is not None
 
 
@@ -86,9 +92,9 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
 
     For a row that draws from all these are the largest sums of logits and noise. `top_p`, `min_p`,
     `typical_p` and XTC choose among the `top_k` largest, and `min_p` compares with the very
-    largest. Log probabilities look at others, `top_n_sigma` and what is `adapting` at all. Where
-    some logits are lowered first, as many more count: at least `top_k` of them stay what they are,
-    and all others are less still.
+    largest. Log probabilities look at others, `top_n_sigma`, `infill` and what is `adapting` at
+    all. Where some logits are lowered first, as many more count: at least `top_k` of them stay
+    what they are, and all others are less still.
 
     Args:
         row: how it is sampled; not its edits and mask.
@@ -97,7 +103,7 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     count = 1 if row.greedy or not row.truncated else row.top_k
     if row.num_logprobs is not None or lowered is None or count is None:
         return 0
-    if row.adapting is not None:
+    if row.adapting is not None or row.infill is not None:
         return 0
     if row.thinning is not None and row.thinning.top_n_sigma and not row.greedy:
         return 0
@@ -131,7 +137,7 @@ def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:
         return LOG2_E
     if is_masked and row.truncated and not row.greedy:
         return NO_SUMMARY
-    if row.adapting is not None and not row.greedy:
+    if (row.adapting is not None or row.infill is not None) and not row.greedy:
         return NO_SUMMARY
     if is_edited or not row.truncated or row.greedy or row.top_k is not None or row.min_p > 0.0:
         return NO_SUMS

@@ -104,7 +104,7 @@ class InfillNames:
         if missing := [name for name in ("prefix", "suffix") if name not in given]:
             raise RequestError(f"tokens of filling in lack {missing[0]}; they are {listed}")
         told = {name: str(token) for name, token in given.items()}
-        return cls(**told, suffix_first=suffix_first)  # type: ignore[arg-type]
+        return cls(**told, suffix_first=suffix_first)
 
 
 FAMILIES: Final = (
@@ -121,7 +121,7 @@ FAMILIES: Final = (
         *("<repo_name>", "<file_sep>"),
     ),
     InfillNames("<fim-prefix>", "<fim-suffix>", "<fim-middle>", "<fim-pad>"),  # SantaCoder
-    InfillNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek  # noqa: RUF001
+    InfillNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     InfillNames("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
     InfillNames("<PRE>", "<SUF>", "<MID>", "<PAD>"),
     InfillNames("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4.5
@@ -243,7 +243,9 @@ class Infill:
             head = [repo, *self._encode(REPO)]
         for extra in extras:
             if file is not None:
-                chunks.append([file, *self._encode(f"{extra.filename}\n"), *self._behind(extra.text)])
+                chunks.append(
+                    [file, *self._encode(f"{extra.filename}\n"), *self._behind(extra.text)]
+                )
             else:
                 chunks.append(self._behind(SNIPPET + extra.text))
         own = [] if file is None else [file, *self._encode(FILE)]

@@ -15,6 +15,7 @@ from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.beams import BeamGroup, Beginning
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.dry import dry_of
+from onnxport.serving.infill_sampler import infill_rule
 from onnxport.serving.limits import beams_total, max_total_tokens, token_array
 from onnxport.serving.logprob_limits import check_total, with_counts
 from onnxport.serving.logprob_modes import LOGITS
@@ -120,6 +121,7 @@ class Intake:
             params = replace(params, min_tokens=0)  # nothing can come but an end
         budget = thought_budget(params, self._tokenizer, limits.vocab_size)
         dry = dry_of(params, self._tokenizer)
+        infill = infill_rule(params, self._tokenizer, end_ids)
         rules = logit_rules(params, end_ids, limits.vocab_size, encode, budget, dry)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         adapter = None if options.adapter is None else self._adapters.find(options.adapter)
@@ -158,6 +160,7 @@ class Intake:
                 adapter=adapter,
                 text=text_stream(),
                 logprobs_mode=self._config.logprobs_mode,
+                infill=infill,
             )
 
         first = sequence(0)

@@ -37,6 +37,7 @@ SWITCHES = (
     "skip_special_tokens",
     "skip_reading_prefix_cache",
     "use_beam_search",
+    "infill",
 )
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
@@ -138,6 +139,9 @@ class SamplingParams:
             compared by, and 0 leaves it as it is.
         length_penalty: of texts of a beam search, the sum of log probabilities is divided by
             length ** length_penalty; above 0 long ones gain, below 0 short ones.
+        infill: leave out, behind all else, what is too unsure to fill a gap with: llama.cpp's
+            sampler of that name, see `onnxport.serving.infill_sampler`. Greedy, or with
+            `mirostat`, it says nothing.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -189,6 +193,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool = False
     use_beam_search: bool = False
     length_penalty: float = 1.0
+    infill: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -289,6 +294,7 @@ class SamplingParams:
             "xtc_probability": self.xtc_probability > 0.0,
             "dynatemp_range": self.dynatemp_range > 0.0,
             "mirostat": self.mirostat != 0,
+            "infill": self.infill,
             "repetition_detection": detection is not None and detection.is_on,
         }
         if given := [name for name, is_given in chances.items() if is_given]:

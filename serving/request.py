@@ -24,6 +24,7 @@ from onnxport.serving.drawing import (
     summary_scale,
 )
 from onnxport.serving.grammar import Grammar
+from onnxport.serving.infill_sampler import InfillRule
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.pooling import Pooler
@@ -165,6 +166,7 @@ class Request:
         adapter: Adapter | None = None,
         text: TextStream | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        infill: InfillRule | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -172,6 +174,8 @@ class Request:
         self.params = params
         self.options = options or RequestOptions()
         self.row = _row(params)
+        if not self.row.greedy and not params.mirostat:
+            self.row = self.row._replace(infill=infill)
         self.mirostat: Mirostat | None = None
         if params.mirostat and not params.greedy:
             self.mirostat = Mirostat(params)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning
 from onnxport.serving.grammar import failure_of
+from onnxport.serving.infill_sampler import filled
 from onnxport.serving.logprob_modes import LOGITS, PROCESSED, as_logits, processed
 from onnxport.serving.named_logprobs import with_named
 from onnxport.serving.outputs import Failure, Logprob, TokenLogprobs
@@ -80,7 +81,7 @@ def row_params(position: Position) -> RowParams:
     row, tokens, rules = request.row, request.tokens, request.rules
     number = 0.0 if row.greedy else uniform(request.seed, len(tokens) + len(assumed))
     edits = None if rules is None else rules.edits(tokens, assumed)
-    temperature, top_k, top_p, _, num_logprobs, min_p, _, _, thinning, adapting = row
+    temperature, top_k, top_p, _, num_logprobs, min_p, _, _, thinning, adapting, infill = row
     if thinning is not None and request.params.xtc_probability > 0.0:
         thinning = _with_chance(thinning, request, len(tokens) + len(assumed))
     if request.mirostat is not None:
@@ -88,7 +89,7 @@ def row_params(position: Position) -> RowParams:
         assert adapting is not None
         adapting = adapting._replace(mu=request.mirostat.mu)
     choice = (temperature, top_k, top_p, number, num_logprobs, min_p)
-    return RowParams(*choice, edits, mask, thinning, adapting)
+    return RowParams(*choice, edits, mask, thinning, adapting, infill)
 
 
 def _with_chance(thinning: Thinning, request: Request, position: int) -> Thinning | None:
@@ -243,6 +244,9 @@ def sample_positions(
     if all(one.request.plain for one in positions):
         return sample_greedy(logits, num_threads, summaries)
     rows = [row_params(one) for one in positions]
+    if any(row.infill is not None for row in rows):
+        pairs = zip(logits, rows, strict=True)
+        rows = [row if row.infill is None else filled(own, row) for own, row in pairs]
     if all(row.num_logprobs is None for row in rows):
         return sample(logits, rows, num_threads, summaries)
     drawn = [

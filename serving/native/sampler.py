@@ -263,11 +263,12 @@ def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
     ends: list[int] = []
     end = 0
     for row in rows:
-        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, thinning, moves = row
+        assert row.infill is None  # see `infill_sampler.filled`
+        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, _, moves, _ = row
         mu = 0.0
         if moves is not None:  # of which mu is another one each time
             mu, moves = moves.mu, moves._replace(mu=0.0)
-        choice = (temperature, top_k, top_p, num_logprobs, min_p, thinning, moves)
+        choice = (temperature, top_k, top_p, num_logprobs, min_p, row.thinning, moves)
         parts.append(_choice(*choice, vocab))
         parts.append(_NO_CHANGES if edits is None else _changes(edits, kept))
         at = 0 if mask is None else _pointer(_checked_mask(mask, vocab), np.uint32, kept)
