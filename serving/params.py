@@ -86,7 +86,8 @@ class SamplingParams:
             negative ones multiplied; above 1 discourages repetition.
         presence_penalty: subtracted from the logits of tokens in the output.
         frequency_penalty: subtracted from them as often as they are there.
-        logit_bias: token id to what is added to its logit; kept as pairs, in the order of ids.
+        logit_bias: token id to what is added to its logit; kept as pairs, in the order of ids. A
+            token with -inf is never drawn.
         bad_words: texts that are not generated, alone or after a space: the last token of one is
             forbidden where the output ends in those before it.
         allowed_token_ids: the only tokens that may be generated; None allows all.
@@ -359,7 +360,8 @@ class SamplingParams:
             ) from error
         for token_id, bias in biases.items():
             _check_token("logit_bias", token_id)
-            _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+            if bias != -math.inf:
+                _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         object.__setattr__(self, "logit_bias", tuple(sorted(biases.items())))
 
     def _check_choices(self) -> None:

@@ -14,6 +14,7 @@ distributed as the rest.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -306,6 +307,7 @@ def nothing_drawn(request: Request, logits: NDArray[np.float32]) -> Failure:
     parts = {
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
+        "logit_bias": -math.inf in dict(params.logit_bias).values(),
         "min_tokens": params.min_tokens > 0,
         "thinking_token_budget": params.thinking_token_budget is not None,
         "the grammar": request.grammar is not None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request
@@ -20,6 +20,7 @@ from onnxport.serving.http import (
     completions,
     embeddings,
     errors,
+    infill,
     information,
     llama_completion,
     messages,
@@ -38,7 +39,9 @@ from onnxport.serving.http.middleware import (
 from onnxport.serving.http.request_ids import HEADER, RequestIdMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.http.service import Engine, Service
+from onnxport.serving.http.service import Tokenizer as ServiceTokenizer
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
+from onnxport.serving.infill import Infill, InfillNames
 from onnxport.serving.metrics import CacheConfig, Metrics
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.reasoning import AUTO, AnyFormat, reasoning_format
@@ -79,6 +82,9 @@ class AppOptions:
             budget.
         stream_interval: tokens that a chunk of a stream has at least, but for the first and the
             last, where requests do not say.
+        infill_tokens: by which the model fills in, as `infill.InfillNames` calls them; None: those
+            that its vocabulary is known to have.
+        spm_infill: whether what stands behind a gap comes first there; Codestral has it so anyway.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -94,13 +100,16 @@ class AppOptions:
     root_path: str = ""
     thinking_token_budget: int | None = None
     stream_interval: int = 1
+    infill_tokens: Mapping[str, object] | None = None
+    spm_infill: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a deadline that no request could have, and what is no interval or path.
 
         Raises:
             RequestError: the deadline is not above 0, or too long; the interval is not in its
-                range; the path is none; the budget is below -1; a chunk has no token.
+                range; the path is none; the budget is below -1; a chunk has no token; tokens of
+                filling in are not named as they should be.
         """
         RequestOptions(timeout_s=self.request_timeout_s)
         check_root_path(self.root_path)
@@ -110,6 +119,8 @@ class AppOptions:
                 f"stream_interval is {self.stream_interval}; a chunk has 1 token or more",
                 "stream_interval",
             )
+        if self.infill_tokens is not None:
+            InfillNames.of(self.infill_tokens, suffix_first=self.spm_infill)
         interval_s = self.sse_ping_interval_s
         if interval_s and not SHORTEST_PING_S <= interval_s <= LONGEST_PING_S:
             raise RequestError(
@@ -151,7 +162,8 @@ def create_app(
 
     Raises:
         RequestError: there is no format of tool calls of the name that was given, or the model has
-            a name twice, or an empty one, or can have no budget of thinking, and one was given.
+            a name twice, or an empty one, or can have no budget of thinking, and one was given, or
+            its vocabulary lacks a token that was named to fill in by.
     """
     options = options or AppOptions()
     _check_names((model_name, *options.aliases))
@@ -171,6 +183,7 @@ def create_app(
         options.sse_ping_interval_s,
         options.thinking_token_budget,
         options.stream_interval,
+        _infill(engine.tokenizer, options),
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)
@@ -194,9 +207,24 @@ def create_app(
     information.add_routes(app, service, metrics)
     tokens.add_routes(app, service)
     llama_completion.add_routes(app, service)
+    infill.add_routes(app, service)
     embeddings.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
+
+
+def _infill(tokenizer: ServiceTokenizer | None, options: AppOptions) -> Infill | None:
+    """Return how the model fills in; None: it has no tokens for that.
+
+    Raises:
+        RequestError: the vocabulary lacks a token that was named by hand.
+    """
+    if tokenizer is None:
+        return None
+    if options.infill_tokens is None:
+        return Infill.find(tokenizer, suffix_first=options.spm_infill)
+    names = InfillNames.of(options.infill_tokens, suffix_first=options.spm_infill)
+    return Infill(tokenizer, names)
 
 
 def _check_budget(engine: Engine, known: AnyFormat | None, budget: int | None) -> None:

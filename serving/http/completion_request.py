@@ -23,6 +23,7 @@ class CompletionRequest(RequestBody):
     counts: ClassVar[tuple[str, ...]] = ("logprobs", "prompt_logprobs")
 
     prompt: Prompts
+    suffix: str | None = None  # what stands behind the answer; an empty one is none
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None  # true unless told otherwise
@@ -36,6 +37,25 @@ class CompletionRequest(RequestBody):
                 "/v1/chat/completions.",
                 "thinking_token_budget",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> CompletionRequest:
+        if not self.suffix:
+            return self
+        if not all(isinstance(one, str) for one in self.prompts()):
+            raise RequestError(
+                "suffix was given with a prompt of token ids; the model reads both in an order of "
+                "its own. Send a text, or leave suffix out.",
+                "suffix",
+            )
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name} was given with suffix; the prompt that the model reads is made of "
+                    "both. Leave one of them out.",
+                    name,
+                )
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.infill import filling, with_ends
 from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.logprobs import (
     CompletionLogprobs,
@@ -36,6 +37,7 @@ from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.prompts import encode
 from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
+from onnxport.serving.infill import Infill
 from onnxport.serving.logprob_limits import check_total
 from onnxport.serving.outputs import TokenLogprobs
 
@@ -52,7 +54,13 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     given = body.prompts()
     check_number(service.engine, len(given), "prompt")
     special = body.add_special_tokens is not False
-    prompts = await asyncio.to_thread(encode, service, given, special, body.most_prompt_tokens)
+    if body.suffix:
+        fills = filling(service)
+        params = with_ends(params, fills)
+        around = partial(_around, service, given, body.suffix, special)
+        prompts = await asyncio.to_thread(around, fills)
+    else:
+        prompts = await asyncio.to_thread(encode, service, given, special, body.most_prompt_tokens)
     if body.truncate_prompt_tokens is not None:
         longest = limits.max_model_len
         encoded = list(zip(given, prompts, strict=True))
@@ -222,6 +230,17 @@ def _choice(
         "finish_reason": finish_reason,
         "stop_reason": stop_reason,
     }
+
+
+def _around(
+    service: Service, given: list[str | list[int]], suffix: str, begins: bool, fills: Infill
+) -> list[list[int]]:
+    """Return the token ids of each prompt with what stands behind its answer."""
+    most = service.engine.capabilities.max_model_len
+    texts = [one for one in given if isinstance(one, str)]  # all of them
+    for text in (*texts, suffix):
+        service.tokenizer.check_length(text, most)
+    return [fills.around(text, suffix, begins=begins).token_ids for text in texts]
 
 
 def _texts(service: Service, given: list[str | list[int]], skips: bool) -> list[str]:

@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import check_variables
+from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_messages import ChatMessage
-from onnxport.serving.http.fields import LABELS, check_json, check_neutral
+from onnxport.serving.http.fields import LABELS
 from onnxport.serving.http.prompts import Prompts
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TRUNCATED
 from onnxport.serving.http.request_ids import GivenId
-from onnxport.serving.http.strict import Strict
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import PoolingParams
 
@@ -27,7 +27,7 @@ OF_MESSAGES: Final = ("add_generation_prompt", "continue_final_message", "chat_t
 EUCLIDEAN, NO_NORM = 2, -1  # llama.cpp's numbers
 
 
-class EmbeddingFields(Strict):
+class EmbeddingFields(Body):
     """What both share: which model, and how the request is treated."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_EMBEDDING
@@ -38,15 +38,6 @@ class EmbeddingFields(Strict):
     priority: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        check_json(body)
-        check_neutral(body, cls.neutral)
-        return {name: value for name, value in body.items() if name not in cls.neutral}
 
     def options(
         self, tenant: str | None, timeout_s: float | None, adapter: str | None

@@ -67,7 +67,7 @@ ADVICE: Mapping[str, str] = {  # what else has the effect
     "return_tokens": "return_token_ids tells them",
     "post_sampling_probs": "a server has them with --logprobs-mode processed_logprobs",
 }
-NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "suffix": ("",), "prompt_embeds": ()}
+NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "prompt_embeds": ()}
 
 
 def check_neutral(body: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Final
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticKnownError
 
+from onnxport.serving.http.body import Body
 from onnxport.serving.http.fields import are_ids
-from onnxport.serving.http.strict import Strict, expect
+from onnxport.serving.http.strict import expect
 
 MAX_STOP_STRINGS: Final = 64  # each is looked for in every piece of text
 MOST_TOKEN_IDS: Final = 1 << 20  # of a list; no vocabulary has as many
@@ -34,7 +35,7 @@ StopStrings = Annotated[
 ]
 
 
-class GenerationFields(Strict):
+class GenerationFields(Body):
     """What all of them share, by the same names: OpenAI's, vLLM's and llama.cpp's."""
 
     temperature: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import RequestError
@@ -25,13 +26,27 @@ SAMPLERS: Final = (  # in the order in which they are applied here
     *("dry", "penalties", "temperature", "top_n_sigma", "min_p", "top_k", "typical_p", "top_p"),
     "xtc",
 )
+INFILL: Final = "infill"  # comes behind them where it is asked for
+OFF: Final[Mapping[str, Mapping[str, Any]]] = {  # as if a sampler was not there
+    "dry": {"dry_multiplier": 0.0},
+    "penalties": {
+        **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    },
+    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+    "top_n_sigma": {"top_n_sigma": 0.0},
+    "min_p": {"min_p": 0.0},
+    "top_k": {"top_k": None},
+    "typical_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "xtc": {"xtc_probability": 0.0},
+}
 OTHER_NAMES: Final[Mapping[str, str]] = {
     **{"typ_p": "typical_p", "typ": "typical_p", "typical": "typical_p"},
     **{"temp": "temperature", "nucleus": "top_p"},
 }
 LETTERS: Final[Mapping[str, str]] = {
     **{"d": "dry", "e": "penalties", "t": "temperature", "s": "top_n_sigma", "m": "min_p"},
-    **{"k": "top_k", "y": "typical_p", "p": "top_p", "x": "xtc"},
+    **{"k": "top_k", "y": "typical_p", "p": "top_p", "x": "xtc", "i": INFILL},
 }
 NEVER_THE_LIKELIEST: Final = {"top_n_sigma", "min_p", "top_k", "top_p"}  # is what these leave out
 MOST_SAMPLERS = 64  # of a list
@@ -152,37 +167,47 @@ def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def check_samplers(given: Sequence[str] | str, params: SamplingParams) -> None:
-    """Refuse an order of samplers in which another token might be drawn than is here.
+def with_samplers(given: Sequence[str] | str, params: SamplingParams) -> SamplingParams:
+    """Return the parameters with those samplers alone that a list has, as llama.cpp reads it.
 
-    What changes nothing in this request may stand anywhere, or be missing.
+    What it leaves out is not applied, whatever values the request, or the model's authors, have
+    for it. With Mirostat, which comes in place of all that leaves tokens out, that is penalties
+    and DRY.
 
     Args:
         given: names in llama.cpp's spelling, or a text of its letters.
         params: of the request.
 
     Raises:
-        RequestError: a name is not known or there twice, one that changes something is missing, or
-            the order is another one.
+        RequestError: a name is not known or there twice, or the order is one in which another
+            token might be drawn than in ours.
     """
     names = _sampler_names(given)
+    left_out = [name for name in SAMPLERS if name not in names]
+    if params.mirostat:
+        left_out = [name for name in left_out if name in ("dry", "penalties")]
+    off = {field: value for name in left_out for field, value in OFF[name].items()}
+    is_filling = INFILL in names and not params.mirostat
+    params = replace(params, **off, infill=is_filling)
+    _check_order(names, params)
+    return params
+
+
+def _check_order(names: Sequence[str], params: SamplingParams) -> None:
+    """Refuse an order of samplers in which another token might be drawn than is here.
+
+    What changes nothing in this request may stand anywhere.
+    """
+    ours = (*SAMPLERS, INFILL)
     active = _active(params)
-    ours = ", ".join(SAMPLERS)
-    if missing := [name for name in SAMPLERS if name in active and name not in names]:
-        raise RequestError(
-            f"samplers leaves out {missing[0]}, which changes something with the request's other "
-            "fields, or the model's defaults where it gives none; list it, or send the value with "
-            f"which it changes nothing. The order is {ours}.",
-            "samplers",
-        )
     order = [name for name in names if name in active]
     for number, first in enumerate(order):
         for second in order[number + 1 :]:
-            is_ours = SAMPLERS.index(first) < SAMPLERS.index(second)
+            is_ours = ours.index(first) < ours.index(second)
             if not is_ours and not _commute(frozenset((first, second)), params):
                 raise RequestError(
-                    f"samplers has {first} before {second}, and here the order is {ours}; list "
-                    "them so, or leave samplers out",
+                    f"samplers has {first} before {second}, and here the order is "
+                    f"{', '.join(ours)}; list them so, or leave samplers out",
                     "samplers",
                 )
 
@@ -195,11 +220,12 @@ def _sampler_names(given: Sequence[str] | str) -> list[str]:
         spelled = [name.replace("-", "_") for name in given[: MOST_SAMPLERS + 1]]
     names = [OTHER_NAMES.get(name, name) for name in spelled]
     for number, name in enumerate(names):
-        if name not in SAMPLERS or name in names[:number]:
-            what = "is not known" if name not in SAMPLERS else "is there twice"
+        is_known = name in SAMPLERS or name == INFILL
+        if not is_known or name in names[:number]:
+            what = "is there twice" if is_known else "is not known"
             raise RequestError(
-                f"samplers has {name[:40]!r}, which {what}; it may have {', '.join(SAMPLERS)}, or "
-                f"be a text of the letters {''.join(LETTERS)}",
+                f"samplers has {name[:40]!r}, which {what}; it may have {', '.join(SAMPLERS)} and "
+                f"{INFILL}, or be a text of the letters {''.join(LETTERS)}",
                 "samplers",
             )
     return names
@@ -218,6 +244,7 @@ def _active(params: SamplingParams) -> set[str]:
         "typical_p": params.typical_p != 1.0,
         "top_p": params.top_p != 1.0,
         "xtc": params.xtc_probability != 0.0 and params.xtc_threshold <= 0.5,
+        INFILL: params.infill and not params.greedy,
     }
     found = {name for name, yes in changes.items() if yes}
     if params.mirostat:

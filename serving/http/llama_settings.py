@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onnxport.serving.http.llama_cpp import SAMPLED, SAMPLERS
+from onnxport.serving.http.llama_cpp import INFILL, SAMPLED, SAMPLERS
 from onnxport.serving.params import SamplingParams
 
 
@@ -27,7 +28,7 @@ def sampling_settings(params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
         **{name: getattr(params, name) for name in SAMPLED},
         "repeat_last_n": -1 if last_n is None else last_n,
-        "samplers": SAMPLERS,
+        "samplers": (*SAMPLERS, INFILL) if params.infill else SAMPLERS,
     }
 
 
@@ -47,7 +48,7 @@ def generation_settings(params: SamplingParams, *, stream: bool) -> dict[str, An
         "stop": params.stop,
         "ignore_eos": params.ignore_eos,
         "logit_bias": [
-            {"token": token_id, "bias": bias}
+            {"token": token_id, "bias": bias if math.isfinite(bias) else False}
             for token_id, bias in (biases.items() if isinstance(biases, Mapping) else biases)
         ],
         "n_probs": params.logprobs or 0,

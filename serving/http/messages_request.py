@@ -14,15 +14,15 @@ from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.http import renaming
+from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_request import ChatRequest, Effort
-from onnxport.serving.http.fields import ANY, OF_ENGINES, check_json, check_neutral
+from onnxport.serving.http.fields import ANY, OF_ENGINES
 from onnxport.serving.http.generation_fields import MAX_STOP_STRINGS, GenerationFields
 from onnxport.serving.http.messages_blocks import Message, System, conversation
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.responses_items import Given
 from onnxport.serving.http.service import Service
-from onnxport.serving.http.strict import Strict
 
 _KEEPS_ALL: Final = {"type": "clear_thinking_20251015", "keep": "all"}  # of Claude Code
 
@@ -152,7 +152,7 @@ class Metadata(Given):
     user_id: str | None = None
 
 
-class CountRequest(Strict):
+class CountRequest(Body):
     """The body of `/v1/messages/count_tokens`: what a prompt is made of."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_COUNT
@@ -166,15 +166,6 @@ class CountRequest(Strict):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the same by its older name
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        check_json(body)
-        check_neutral(body, cls.neutral)
-        return {name: value for name, value in body.items() if name not in cls.neutral}
 
     @model_validator(mode="after")
     def _check(self) -> CountRequest:

@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import DEFAULTED, SamplingDefaults
-from onnxport.serving.http.fields import NEUTRAL, check_json, check_neutral
+from onnxport.serving.http.fields import NEUTRAL
 from onnxport.serving.http.generation_fields import StopStrings, TokenIds
-from onnxport.serving.http.llama_cpp import SAMPLED, LlamaCppFields, check_samplers, told
+from onnxport.serving.http.llama_cpp import SAMPLED, LlamaCppFields, told, with_samplers
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
 from onnxport.serving.logprob_limits import counted
@@ -74,15 +74,10 @@ class RequestBody(LlamaCppFields):
     user: str | None = None
     stream_options: StreamOptions | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        check_json(body)
-        check_neutral(body, cls.neutral)
-        body = told(body, is_chat=cls.is_chat)
-        return {name: value for name, value in body.items() if name not in cls.neutral}
+    def means(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body in which llama.cpp's fields say what they mean by other names."""
+        return told(body, is_chat=cls.is_chat)
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> RequestBody:
@@ -204,9 +199,7 @@ class RequestBody(LlamaCppFields):
             if called is error:
                 raise
             raise called from error
-        if self.samplers is not None:
-            check_samplers(self.samplers, params)
-        return params
+        return params if self.samplers is None else with_samplers(self.samplers, params)
 
     def _sampling(
         self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None

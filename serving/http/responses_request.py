@@ -7,7 +7,7 @@ cannot be done. Nothing is kept between requests, so fields that need that are r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
@@ -19,8 +19,6 @@ from onnxport.serving.http.fields import (
     LABELS,
     OF_ENGINES,
     TIERS,
-    check_json,
-    check_neutral,
 )
 from onnxport.serving.http.generation_fields import GenerationFields, StopStrings, TokenIds
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
@@ -150,6 +148,8 @@ class ReasoningOptions(Given):
 class ResponsesRequest(GenerationFields):
     """The body of `/v1/responses`."""
 
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+
     model: str | None = None  # None: the server's own
     request_id: GivenId | None = None
     input: Annotated[
@@ -174,15 +174,6 @@ class ResponsesRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        check_json(body)
-        check_neutral(body, NEUTRAL)
-        return {name: value for name, value in body.items() if name not in NEUTRAL}
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesRequest:

@@ -16,8 +16,9 @@ from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.completion_request import CompletionRequest
-from onnxport.serving.http.llama_completion import NEUTRAL_LLAMA, LlamaRequest
+from onnxport.serving.http.llama_completion import LlamaRequest
 from onnxport.serving.http.llama_cpp import LlamaCppFields
+from onnxport.serving.http.llama_request import NEUTRAL_LLAMA
 from onnxport.serving.http.logprobs import completion_probabilities
 from onnxport.serving.outputs import Failure, Logprob
 from onnxport.serving.params import SamplingParams
@@ -304,9 +305,14 @@ def test_timings(server: RunningServer) -> None:
         ({"prompt": None}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", 5.5]}, "prompt"),
+        ({"prompt": ["a", ["b", [1]]]}, "prompt"),
+        ({"prompt": [["a"], []]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a"] * 2000}, "prompt"),
         ({"prompt": "x" * 20_000}, None),
-        ({"n_predict": 0}, "n_predict"),
+        ({"n_predict": 0, "max_tokens": 5}, "n_predict"),
         ({"n_predict": -2}, "n_predict"),
         ({"n_predict": 10**9}, None),
         ({"max_tokens": 0}, "max_tokens"),
@@ -318,22 +324,29 @@ def test_timings(server: RunningServer) -> None:
         ({"json_schema": {"type": 5}}, "json_schema"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
         ({"grammar": 'root ::= "a"', "structured_outputs": {"regex": "a"}}, "grammar"),
-        ({"logit_bias": [[1, False]]}, "logit_bias"),
-        ({"logit_bias": [["a", 1]]}, "logit_bias"),
+        ({"logit_bias": [[1, True]]}, "logit_bias"),
+        ({"logit_bias": [["", 1]]}, "logit_bias"),
+        ({"logit_bias": [["a" * 2000, 1]]}, "logit_bias"),
+        ({"logit_bias": [["a", 60], [letter("a"), 60]]}, "logit_bias"),
+        ({"logit_bias": [[10**9, 1]]}, "logit_bias"),
+        ({"logit_bias": "a"}, "logit_bias"),
         ({"logit_bias": [[1, 1], [1, 2]]}, "logit_bias"),
         ({"logit_bias": [[1]]}, "logit_bias"),
-        ({"logit_bias": [[1, 10**400]]}, "logit_bias.1"),
+        ({"logit_bias": [[1, 10**400]]}, "logit_bias"),
         ({"n_probs": -1}, "n_probs"),
         ({"n_probs": 21}, "n_probs"),
         ({"post_sampling_probs": True}, "post_sampling_probs"),
         ({"samplers": ["nothing"]}, "samplers"),
-        ({"samplers": ["top_k"], "temperature": 0.5}, "samplers"),
+        ({"samplers": ["top_p", "top_k"], "top_p": 0.5, "top_k": 3}, "samplers"),
         ({"repeat_penalty": -1}, "repeat_penalty"),
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
         ({"penalty_last_n": -2, "repeat_penalty": 1.1}, "penalty_last_n"),
         ({"lora": [{"id": 0, "scale": 1}]}, "lora"),
         ({"logprobs": 2}, "logprobs"),
-        ({"n": 2}, "n"),
+        ({"n": 2, "n_cmpl": 3}, "n_cmpl"),
+        ({"n_cmpl": 0}, "n"),
+        ({"n_indent": -1}, "n_indent"),
+        ({"t_max_predict_ms": -2}, "t_max_predict_ms"),
         ({"return_progress": True}, "return_progress"),
         ({"image_data": [{}]}, "image_data"),
         ({"temperature": -1}, "temperature"),

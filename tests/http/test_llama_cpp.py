@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from openai import OpenAI
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
-from onnxport.serving.http.llama_cpp import SAMPLERS, check_samplers
+from onnxport.serving.http.llama_cpp import OFF, SAMPLERS, with_samplers
 from onnxport.serving.http.timings import Span
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
@@ -153,8 +154,10 @@ async def test_a_model_s_own_penalty_is_counted_as_told(model_folder: Path) -> N
     params = await asking.params(repeat_last_n=32)
     assert (params.repetition_penalty, params.repeat_last_n) == (1.1, 32)
     assert (await asking.params(repeat_penalty=1)).repetition_penalty == 1
-    param, message = await asking.refusal(samplers=["temperature", "top_p", "penalties"])
-    assert (param, "leaves out top_k" in message) == ("samplers", True)
+    params = await asking.params(samplers=["temperature", "top_p"])
+    assert (params.repetition_penalty, params.top_k) == (1.0, None)
+    params = await asking.params(samplers=["penalties", "temperature", "top_k"])
+    assert (params.repetition_penalty, params.top_k) == (1.1, 20)
 
 
 @pytest.mark.asyncio
@@ -264,7 +267,7 @@ def test_an_order_that_is_accepted_draws_what_ours_does(names: tuple[str, ...]) 
         differs |= mine.keys() != its.keys()
     is_refused = False
     try:
-        check_samplers([*names], SamplingParams(**given))
+        with_samplers([*names], SamplingParams(**given))
     except RequestError:
         is_refused = True
     assert is_refused == differs
@@ -274,34 +277,59 @@ def test_an_order_that_is_accepted_draws_what_ours_does(names: tuple[str, ...]) 
     ("given", "samplers", "is_right"),
     [
         ({}, [], True),
-        ({"temperature": 0.5}, [], False),
         ({"temperature": 0.5}, ["temperature"], True),
         ({"temperature": 0.5}, ["temp"], True),
-        ({"dynatemp_range": 0.5}, [], False),
         ({"dynatemp_range": 0.5, "top_k": 3}, ["top_k", "temperature"], False),
         ({"dynatemp_range": 0.5, "top_k": 3}, ["temperature", "top_k"], True),
-        ({"temperature": 0.0, "top_p": 0.5, "top_k": 3}, ["top_p", "temperature"], True),
+        ({"temperature": 0.0, "top_p": 0.5, "top_k": 3}, ["top_p", "temperature", "top_k"], True),
         ({"temperature": 0.0, "typical_p": 0.5}, ["typ_p", "temperature"], False),
-        ({"temperature": 0.0, "top_p": 0.5}, ["top_p"], False),
-        ({"presence_penalty": 1.0, "dry_multiplier": 1.0}, ["penalties", "dry"], True),
+        (
+            {"presence_penalty": 1.0, "dry_multiplier": 1.0, "repetition_penalty": 1.0},
+            ["penalties", "dry"],
+            True,
+        ),
         ({"repetition_penalty": 1.1, "dry_multiplier": 1.0}, ["penalties", "dry"], False),
         ({"repetition_penalty": 1.1, "dry_multiplier": 1.0}, ["dry", "penalties"], True),
-        ({"repetition_penalty": 1.1, "repeat_last_n": 0}, [], True),
-        ({"dry_multiplier": 1.0, "dry_penalty_last_n": 0}, [], True),
-        ({"frequency_penalty": 0.1}, ["dry"], False),
-        ({"xtc_probability": 0.1}, [], False),
-        ({"xtc_probability": 0.1, "xtc_threshold": 0.6}, [], True),
         ({"mirostat": 2, "top_p": 0.5, "temperature": 0.5}, ["top_p", "temperature"], True),
-        ({"mirostat": 2, "presence_penalty": 0.5}, ["temperature"], False),
+        ({"top_k": 5, "top_p": 0.9}, ["top_k", "top_p", "infill"], True),
+        ({"top_k": 5, "top_p": 0.9}, ["top_k", "infill", "top_p"], False),
+        ({"top_k": 5}, ["infill", "top_p", "top_k"], False),
+        ({"temperature": 0.0}, ["infill", "temperature"], True),
     ],
 )
-def test_which_samplers_count(given: dict[str, float], samplers: list[str], is_right: bool) -> None:
+def test_which_orders_are_ours(
+    given: dict[str, float], samplers: list[str], is_right: bool
+) -> None:
     params = SamplingParams(**given)  # type: ignore[arg-type]
     if is_right:
-        check_samplers(samplers, params)
+        found = with_samplers(samplers, params)
+        assert {name: getattr(found, name) for name in given} == given
+        assert found.infill == ("infill" in samplers)
         return
     with pytest.raises(RequestError, match="order is dry, penalties, temperature"):
-        check_samplers(samplers, params)
+        with_samplers(samplers, params)
+
+
+EVERYTHING = SamplingParams(
+    **{"dry_multiplier": 1.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+    **{"frequency_penalty": 0.25, "temperature": 0.5, "dynatemp_range": 0.1, "top_n_sigma": 2.0},
+    **{"min_p": 0.1, "top_k": 5, "typical_p": 0.9, "top_p": 0.8, "xtc_probability": 0.5},
+)
+
+
+def test_what_a_list_leaves_out_is_not_applied() -> None:
+    assert with_samplers(SAMPLERS, EVERYTHING) == EVERYTHING
+    assert with_samplers([], EVERYTHING) == SamplingParams()
+    assert with_samplers("", EVERYTHING) == SamplingParams()
+    for name in SAMPLERS:
+        alone = with_samplers([name], EVERYTHING)
+        kept = {field for field in OFF[name] if getattr(alone, field) != OFF[name][field]}
+        assert kept == {*OFF[name]}
+        others = (field for other in SAMPLERS if other != name for field in OFF[other].items())
+        assert all(getattr(alone, field) == value for field, value in others)
+    surprising = replace(EVERYTHING, mirostat=2)
+    wanted = {**OFF["dry"], **OFF["penalties"]}
+    assert with_samplers(["top_k", "infill"], surprising) == replace(surprising, **wanted)
 
 
 def delta(*times: float) -> CompletionDelta:
