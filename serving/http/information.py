@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.defaults import DEFAULTED
 from onnxport.serving.http import adapters
+from onnxport.serving.http.errors import SERVER_ERROR, ApiError
 from onnxport.serving.http.llama_settings import sampling_settings
 from onnxport.serving.http.service import Service
 from onnxport.serving.metrics import Metrics
@@ -46,6 +47,13 @@ def add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/props")
     async def props() -> dict[str, Any]:
         return _props(service)
+
+    @app.get("/slots", response_model=None)
+    async def slots(fail_on_no_slot: bool = False) -> Response:
+        told = _slots(service)
+        if fail_on_no_slot and all(slot["is_processing"] for slot in told):
+            raise ApiError(503, "all slots are busy; ask again later", kind=SERVER_ERROR)
+        return JSONResponse(told)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
@@ -118,12 +126,29 @@ def _props(service: Service) -> dict[str, Any]:
         "model_alias": service.model_name,
         "model_path": service.model_name,  # where it lies is nobody's business
         "modalities": {"vision": False, "audio": False},
+        "endpoint_slots": True,
+        "endpoint_props": False,  # nothing can be changed
+        "endpoint_metrics": True,
         "chat_template": template.source(with_tools=False),
         "bos_token": template.special_tokens.get("bos_token", ""),
         "eos_token": template.special_tokens.get("eos_token", ""),
         "build_info": f"onnxport {__version__}",
         "is_sleeping": False,
     }
+
+
+def _slots(service: Service) -> list[dict[str, Any]]:
+    """Return llama.cpp's slots, of which each runs one sequence, as many as run at once here.
+
+    They are places without a history, so the first ones are those that are in use.
+    """
+    engine = service.engine
+    running = engine.stats().num_requests_running
+    n_ctx = engine.capabilities.max_model_len
+    return [
+        {"id": number, "n_ctx": n_ctx, "is_processing": number < running}
+        for number in range(engine.max_num_seqs)
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from onnxport.cli.arguments import (
 from onnxport.cli.export import export_options
 from onnxport.cli.generate import prompts_of
 from onnxport.cli.sampling import sampling_params
-from onnxport.cli.serve import model_names
+from onnxport.cli.serve import check_infill, model_names
 from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, ExportError, RequestError
 from onnxport.exporter.options import ExportOptions
@@ -424,6 +425,26 @@ def test_reasoning_parsers_have_names(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         parse("serve", "m", "--reasoning-parser", "qwen9")
     assert "use one of auto, none, qwen3" in capsys.readouterr().err
+
+
+def test_tokens_of_filling_in(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("serve", "m").infill_tokens is AppOptions().infill_tokens is None
+    assert not parse("serve", "m").spm_infill
+    names = {"prefix": "<a>", "suffix": "<b>", "middle": "<c>"}
+    assert parse("serve", "m", "--infill-tokens", json.dumps(names)).infill_tokens == names
+    for wrong, message in (
+        ("x", "not valid JSON"),
+        ('{"prefix": "<a>"}', "lack suffix"),
+        ('{"prefix": "<a>", "suffix": 5}', "suffix is 5"),
+        ('{"prefix": "<a>", "suffix": "<b>", "fim": "c"}', "'fim'"),
+    ):
+        with pytest.raises(SystemExit):
+            parse("serve", "m", "--infill-tokens", wrong)
+        assert message in capsys.readouterr().err
+    bare = '{"prefix": "<a>", "suffix": "<b>"}'
+    check_infill(parse("serve", "m", "--infill-tokens", bare, "--spm-infill"))
+    with pytest.raises(RequestError, match="no middle"):
+        check_infill(parse("serve", "m", "--infill-tokens", bare))
 
 
 def test_intervals_of_pings(capsys: pytest.CaptureFixture[str]) -> None:

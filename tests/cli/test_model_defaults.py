@@ -268,6 +268,7 @@ def test_a_server_is_given_them(
     def create_app(_: object, name: str, template: Any, choices: Any) -> object:
         given.update(name=name, prompt=template.render(USER), defaults=choices.defaults)
         given["interval"] = choices.stream_interval
+        given["infill"] = (choices.infill_tokens, choices.spm_infill)
         raise KeyboardInterrupt
 
     class Closing:
@@ -282,12 +283,14 @@ def test_a_server_is_given_them(
     arguments += ["--default-chat-template-kwargs", '{"word": "hello"}']
     arguments += ["--override-generation-config", '{"temperature": 0.5}']
     arguments += ["--repetition-detection", '{"max_pattern_size": 9, "min_count": 2}']
-    arguments += ["--stream-interval", "4"]
+    arguments += ["--stream-interval", "4", "--spm-infill"]
+    arguments += ["--infill-tokens", '{"prefix": "<a>", "suffix": "<b>"}']
     assert main(arguments) == 130
     assert given == {
         "seed": 7,
         "name": "tiny",
         "interval": 4,
+        "infill": ({"prefix": "<a>", "suffix": "<b>"}, True),
         "prompt": "hello",
         "defaults": SamplingDefaults(0.5, repetition_detection=RepetitionDetection(9, 0, 2)),
     }

@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.app import AppOptions
@@ -17,7 +16,7 @@ from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 from .fake import Client, FakeEngine
-from .scripted import say, write_tokenizer
+from .scripted import write_tokenizer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.asyncio]
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
@@ -258,14 +257,26 @@ async def test_a_suffix_of_a_completion(folder: Path) -> None:
     assert response.status_code == 400
 
 
-def _whole_words(folder: Path) -> FastTokenizer:
-    return FastTokenizer.from_file(str(folder / "tokenizer.json"))
+async def test_a_running_server(start_server: Any) -> None:
+    """The scripted model says what stands behind its tag, after what follows the other one."""
+    names = {"prefix": "<|say|>", "suffix": "<|over|>", "middle": "<|im_end|>"}
+    server = start_server(infill_tokens=names)
+    shared = {"input_suffix": "", "n_predict": 40, "samplers": ["top_k", "top_p", "infill"]}
 
+    def ask(prefix: str, **fields: Any) -> dict[str, Any]:
+        body = {**shared, "input_prefix": prefix, **fields}
+        response = httpx.post(f"{server.url}/infill", json=body)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
 
-async def test_the_tokens_end_an_answer(folder: Path, start_server: Any) -> None:
-    """Of a server over a real engine: it says what stands in the text around the gap."""
-    server = start_server(tags=[*QWEN, *PROJECT])
-    body = {"input_prefix": "", "input_suffix": "", "n_predict": 9, "temperature": 0}
-    response = httpx.post(f"{server.url}/infill", json=body)
-    assert response.status_code in (200, 501), response.text
-    assert say("a")
+    found = ask("-abc")  # the token that begins the answer counts as one
+    assert (found["content"], found["stop_type"]) == ("abc", "eos")
+    assert ask("-a", prompt="bc")["content"] == "abc"
+    assert ask("-x<|over|>y<|im_end|>z")["content"] == "x<|over|>y<|im_end|>z"
+    found = ask("-a\n  b\nc\n  d", n_indent=2)
+    assert (found["content"], found["stop_type"]) == ("a\n  b\n", "limit")
+    server.wait_for(num_requests_running=0)
+    assert ask("-abc", n_predict=0)["content"] == ""
+    assert ask("-abc", n_predict=0, prompt="x" * 64)["tokens_cached"] == 0
+    assert ask("-abc", n_predict=0, prompt="x" * 64)["tokens_cached"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.llama_cpp import SAMPLERS
+from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.version import __version__
 from tests.waiting import wait_until
@@ -22,7 +24,7 @@ from .scripted import CHAT_TEMPLATE, MODEL, say
 
 pytestmark = pytest.mark.timeout(60)
 PROBES = ("/health", "/v1/health", "/ping")
-KEYED = ("/props", "/tokenizer_info", "/v1/models")
+KEYED = ("/props", "/slots", "/tokenizer_info", "/v1/models")
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,7 @@ async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_fo
         "model_alias": FAKE,
         "model_path": FAKE,
         "modalities": {"vision": False, "audio": False},
+        **{"endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": True},
         "chat_template": CHAT_TEMPLATE,
         "bos_token": "",
         "eos_token": "<|im_end|>",
@@ -153,3 +156,26 @@ async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_fo
 def test_as_many_slots_as_run_at_once(start_server: StartServer) -> None:
     server = start_server(max_num_seqs=3)
     assert httpx.get(f"{server.url}/props").json()["total_slots"] == 3
+
+
+class BusyEngine(FakeEngine):
+    """Runs as many sequences as a test says."""
+
+    num_running = 0
+
+    def stats(self) -> EngineStats:
+        return replace(super().stats(), num_requests_running=self.num_running)
+
+
+async def test_slots(tokenizer: Tokenizer, model_folder: Path) -> None:
+    engine = BusyEngine(tokenizer, max_num_seqs=2)
+    client = Client(engine, model_folder)
+    n_ctx = engine.capabilities.max_model_len
+    for engine.num_running in (0, 1, 2):
+        slots = (await client.get("/slots")).json()
+        assert [slot["id"] for slot in slots] == [0, 1]
+        assert {slot["n_ctx"] for slot in slots} == {n_ctx}
+        assert sum(slot["is_processing"] for slot in slots) == engine.num_running
+        wanted = 503 if engine.num_running == 2 else 200
+        assert (await client.get("/slots?fail_on_no_slot=1")).status_code == wanted
+        assert (await client.get("/slots?fail_on_no_slot=0")).status_code == 200

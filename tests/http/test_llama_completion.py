@@ -387,3 +387,92 @@ async def test_names_and_keys(tokenizer: Tokenizer, model_folder: Path) -> None:
     answer = await client.post("/completion", "secret", prompt="ab", model="sql")
     assert answer.json()["model"] == "sql"
     assert engine.asked[-1].options.adapter == "sql"
+
+
+def ids(server: RunningServer, text: str) -> list[int]:
+    found: list[int] = httpx.post(f"{server.url}/tokenize", json={"content": text}).json()["tokens"]
+    return found
+
+
+def ask(server: RunningServer, prompt: Any, **fields: Any) -> httpx.Response:
+    body = {"prompt": prompt, "temperature": 0, **fields}
+    return httpx.post(f"{server.url}/completion", json=body)
+
+
+def test_prompts_of_texts_and_tokens(server: RunningServer) -> None:
+    tokens = ids(server, say("ab"))
+    begin, middle, end = tokens[0], tokens[1:-1], tokens[-1]
+    mixed = [begin, "ab", end]
+    for one in (mixed, ["<|say|>a", *middle[1:], end], [mixed], [tokens], [say("ab")], tokens):
+        found = told(ask(server, one))
+        assert (found["content"], found["prompt"]) == ("ab", say("ab"))
+    several = [say("ab"), [*ids(server, say("cd"))], [begin, "ef", end]]
+    found = ask(server, several).json()
+    assert [one["content"] for one in found] == ["ab", "cd", "ef"]
+    assert [one["index"] for one in found] == [0, 1, 2]
+    assert [one["prompt"] for one in found] == [say("ab"), say("cd"), say("ef")]
+    assert [one["tokens_predicted"] for one in found] == [3, 3, 3]
+    assert [one["timings"]["predicted_n"] for one in found] == [3, 3, 3]
+
+
+def test_several_answers(server: RunningServer) -> None:
+    for fields in ({"n_cmpl": 2}, {"n": 2}, {"n": 2, "n_cmpl": 2}):
+        found = ask(server, [say("ab"), say("cde")], **fields).json()
+        assert [(one["index"], one["content"]) for one in found] == [
+            *((0, "ab"), (1, "ab"), (2, "cde"), (3, "cde")),
+        ]
+    assert told(ask(server, say("ab"), n_cmpl=1))["content"] == "ab"
+    response = ask(server, [say("ab"), say("cde")], n_cmpl=2, stream=True)
+    chunks = [json.loads(one[6:]) for one in response.text.split("\n\n")[:-1]]
+    texts: dict[int, str] = {}
+    ended: dict[int, dict[str, Any]] = {}
+    for one in chunks:
+        assert one["index"] not in ended
+        texts[one["index"]] = texts.get(one["index"], "") + one["content"]
+        if one["stop"]:
+            ended[one["index"]] = one
+    assert texts == {0: "ab", 1: "ab", 2: "cde", 3: "cde"}
+    assert {index: one["tokens_predicted"] for index, one in ended.items()} == {
+        **{0: 3, 1: 3},
+        **{2: 4, 3: 4},
+    }
+    assert ended[2]["prompt"] == say("cde")
+
+
+def test_biases_of_texts_and_of_what_must_not_come(server: RunningServer) -> None:
+    z = letter("z")
+    for biases in (
+        [[letter("b"), False], [z, 1]],
+        [["b", False], ["z", 1]],
+        {"b": False, "z": 1},
+        {str(letter("b")): False, str(z): 1.0},
+        [["b", -100], [z, 1]],
+    ):
+        found = told(ask(server, say("abc"), logit_bias=biases))
+        assert found["content"] == "azc", biases
+    found = told(ask(server, say("abc"), logit_bias=[["zz", 5.0], ["b", False]]))
+    assert found["generation_settings"]["logit_bias"] == [
+        {"token": letter("b"), "bias": False},
+        {"token": z, "bias": 10.0},
+    ]
+    everything = [[one, False] for one in range(261)]
+    response = ask(server, say("abc"), logit_bias=everything)
+    assert response.status_code == 400
+    assert "logit_bias" in response.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_only_read(server: RunningServer) -> None:
+    prompt = say("y" * 80)
+    found = told(ask(server, prompt, n_predict=0, return_tokens=True))
+    assert (found["content"], found["tokens"], found["tokens_predicted"]) == ("", [], 0)
+    assert (found["stop_type"], found["timings"]["predicted_n"]) == ("limit", 0)
+    assert found["generation_settings"]["n_predict"] == 0
+    assert told(ask(server, prompt, n_predict=1))["tokens_cached"] > 0
+    [event] = events(ask(server, prompt, n_predict=0, stream=True))
+    assert event["content"] == ""
+
+
+def test_lines(server: RunningServer) -> None:
+    found = told(ask(server, say("a\n b\nc"), n_indent=1))
+    assert (found["content"], found["stop_type"]) == ("a\n b\n", "limit")
+    assert told(ask(server, say("a\nb"), t_max_predict_ms=100_000))["content"] == "a\nb"

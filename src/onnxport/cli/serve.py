@@ -39,7 +39,7 @@ from onnxport.cli.model_defaults import (
     template_text,
 )
 from onnxport.cli.session import load_engine
-from onnxport.cli.values import port, positive, seconds
+from onnxport.cli.values import json_object, port, positive, seconds
 from onnxport.errors import RequestError
 from onnxport.serving.config import LogprobsMode
 
@@ -164,6 +164,19 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "openai, phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat template "
         "says)",
     )
+    group.add_argument(
+        "--infill-tokens",
+        type=infill_tokens,
+        metavar="JSON",
+        help="the tokens by which the model fills in a gap, as its vocabulary spells them: prefix, "
+        "suffix and middle, perhaps pad, repo_name and file_separator (those that are known of its "
+        "family, where its vocabulary has them)",
+    )
+    group.add_argument(
+        "--spm-infill",
+        action="store_true",
+        help="fill in with what stands behind the gap first, for models that prefer that",
+    )
     group.add_argument("--access-log", action="store_true", help="log every request")
     _add_tls_options(parser)
     add_load_options(parser)
@@ -276,6 +289,18 @@ def tool_call_parser(text: str) -> str:
     return text
 
 
+def infill_tokens(text: str) -> dict[str, object]:
+    """Return tokens of filling in by their names."""
+    from onnxport.serving.infill import InfillNames
+
+    found: dict[str, object] = json_object(text)
+    try:
+        InfillNames.of(found, suffix_first="middle" not in found)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return found
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal; what can be wrong without the model is told before it is exported."""
     from onnxport.serving.http.tls import TlsFiles
@@ -286,6 +311,7 @@ def run(options: argparse.Namespace) -> int:
     names = model_names(options)
     api_keys(options.api_key)
     engine_config(options)
+    check_infill(options)
     files = TlsFiles.of(
         options.ssl_certfile,
         options.ssl_keyfile,
@@ -296,6 +322,18 @@ def run(options: argparse.Namespace) -> int:
     tls = None if files is None else files.context()
     with _bound(options) as sock:
         return _serve(find_artifact(options), names, Listening(sock, tls), options, template)
+
+
+def check_infill(options: argparse.Namespace) -> None:
+    """Refuse tokens of filling in that lack the one behind the suffix, where that is last.
+
+    Raises:
+        RequestError: they do.
+    """
+    from onnxport.serving.infill import InfillNames
+
+    if options.infill_tokens is not None:
+        InfillNames.of(options.infill_tokens, suffix_first=options.spm_infill)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -427,6 +465,8 @@ def _serve(
             stream_interval=options.stream_interval,
             root_path=options.root_path,
             thinking_token_budget=options.thinking_token_budget,
+            infill_tokens=options.infill_tokens,
+            spm_infill=options.spm_infill,
         )
         app = create_app(engine, names[0], template, choices)
         limits = EngineConfig()
