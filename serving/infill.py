@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol, Self
 
 from onnxport.errors import CapacityError, RequestError
+from onnxport.serving.params import SamplingParams
 
 REPO, FILE = "myproject\n", "filename\n"  # llama.cpp's, for nobody tells what they are called
 SNIPPET = "\n\n--- snippet ---\n\n"  # before a text, where no token begins a file
@@ -178,7 +179,8 @@ class Infill:
         [bare] = tokenizer.encode_all(["a"], add_special_tokens=False)
         [whole] = tokenizer.encode_all(["a"])
         self._begins = whole[: _place(bare, whole)]
-        self._adds_space = (tokenizer.token_spelling(bare[0]) or "").startswith(SPACES)
+        first = tokenizer.token_spelling(bare[0]) if bare else None
+        self._adds_space = (first or "").startswith(SPACES)
         own = {token for name in _Ids._fields if (token := getattr(names, name)) is not None}
         self._special = sorted({*own, *tokenizer.special_spellings()}, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, self._special)))
@@ -205,6 +207,13 @@ class Infill:
         if not found:
             return None
         return cls(tokenizer, max(found, key=_num_tokens))
+
+    def ended(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of a text that ends where a filling does, if it obeys ends."""
+        if params.ignore_eos:
+            return params
+        ends = tuple(dict.fromkeys((*params.stop_token_ids, *self.ends)))
+        return replace(params, stop_token_ids=ends)
 
     def around(
         self, prefix: str, suffix: str, *, begins: bool = True, most: int | None = None

@@ -25,7 +25,7 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
-from onnxport.serving.http.infill import filling, with_ends
+from onnxport.serving.http.infill import filling
 from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.logprobs import (
     CompletionLogprobs,
@@ -56,7 +56,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     special = body.add_special_tokens is not False
     if body.suffix:
         fills = filling(service)
-        params = with_ends(params, fills)
+        params = fills.ended(params)
         around = partial(_around, service, given, body.suffix, special)
         prompts = await asyncio.to_thread(around, fills)
     else:

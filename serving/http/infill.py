@@ -52,7 +52,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         fills = filling(service)
         service.adapter_of(body.model)
         asked = Asked.of(service, body)
-        asked = replace(asked, params=with_ends(asked.params, fills))
+        asked = replace(asked, params=fills.ended(asked.params))
         prompt = await asyncio.to_thread(partial(_prompt, service, body, asked.params, fills))
         return await respond(service, request, body, asked, [prompt])
 
@@ -72,15 +72,6 @@ def filling(service: Service) -> Infill:
             headers=FINAL,
         )
     return service.infill
-
-
-def with_ends(params: SamplingParams, fills: Infill) -> SamplingParams:
-    """Return the parameters of a text that ends where a filling does."""
-    if params.ignore_eos:
-        return params
-    return replace(
-        params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *fills.ends)))
-    )
 
 
 def _prompt(

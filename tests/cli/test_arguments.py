@@ -427,6 +427,14 @@ def test_reasoning_parsers_have_names(capsys: pytest.CaptureFixture[str]) -> Non
     assert "use one of auto, none, qwen3" in capsys.readouterr().err
 
 
+def test_a_suffix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("generate", "m", "x").suffix is None
+    assert parse("generate", "m", "x", "--suffix", "y").suffix == "y"
+    with pytest.raises(SystemExit):
+        parse("generate", "m", "x", "--suffix", "")
+    assert "nothing before it" in capsys.readouterr().err
+
+
 def test_tokens_of_filling_in(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("serve", "m").infill_tokens is AppOptions().infill_tokens is None
     assert not parse("serve", "m").spm_infill

@@ -20,6 +20,7 @@ import pytest
 from onnxport.cli import main
 from onnxport.cli.cache import cache_folder, cache_folder_if_any
 from onnxport.errors import ExportError
+from onnxport.serving.infill import Infill, InfillNames
 from tests.tiers import every
 from tests.waiting import PATIENCE_S
 
@@ -208,6 +209,22 @@ def test_generate(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verbose.stdout == one.stdout
     assert main(asked) == 0
     assert capsys.readouterr().out.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
+
+
+def test_generate_what_stands_between(
+    artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ("--max-tokens", "8", "--no-trial", "--ignore-eos", "--json")
+    assert main(["generate", str(artifact), "hello", "--suffix", "you", *few]) == 1
+    assert "no tokens to fill in by" in capsys.readouterr().err
+    names = InfillNames("<|say|>", "<|over|>", "<|im_start|>")
+    monkeypatch.setattr(Infill, "find", classmethod(lambda cls, own: cls(own, names)))
+    assert main(["generate", str(artifact), "hello", "--suffix", "you", *few]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    spelled = "<|say|>hello<|over|>you<|im_start|>"
+    assert main(["generate", str(artifact), spelled, *few]) == 0
+    [wanted] = json.loads(capsys.readouterr().out)
+    assert found == {**wanted, "prompt": "hello"}
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from onnxport.errors import RequestError
 
 if TYPE_CHECKING:
     from onnxport.serving.engine import Engine
+    from onnxport.serving.infill import Infill
     from onnxport.serving.request import Request
 
 
@@ -58,6 +59,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--max-tokens", type=positive, default=128, help="most tokens to generate (128)"
+    )
+    parser.add_argument(
+        "--suffix",
+        type=some_text,
+        metavar="TEXT",
+        help="fill in what stands between each prompt and this text, with a model that was trained "
+        "to (none)",
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end token")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -89,15 +97,44 @@ def run(options: argparse.Namespace) -> int:
         structured_outputs=structured_outputs(options),
     )
     with open_session(find_artifact(options), options) as engine:
+        given: Sequence[str | list[int]] = prompts
+        if options.suffix is not None:
+            fills = filling(engine)
+            params = fills.ended(params)
+            given = [fills.around(prompt, options.suffix).token_ids for prompt in prompts]
         requests = [
             engine.prepare(str(index), prompt, params, request_options(options))
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(given)
         ]
         if len(requests) == 1 and not options.json:
             _stream(engine, requests[0])
         else:
-            _print_all(engine, requests, as_json=options.json)
+            _print_all(engine, prompts, requests, as_json=options.json)
     return 0
+
+
+def some_text(text: str) -> str:
+    """Return a text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text has nothing before it; leave it out")
+    return text
+
+
+def filling(engine: Engine) -> Infill:
+    """Return how the model fills in.
+
+    Raises:
+        RequestError: it has no tokens for that.
+    """
+    from onnxport.serving.infill import Infill
+
+    found = None if engine.tokenizer is None else Infill.find(engine.tokenizer)
+    if found is None:
+        raise RequestError(
+            "--suffix was given, and the model's vocabulary has no tokens to fill in by; leave it "
+            "out, or take a model that was trained to"
+        )
+    return found
 
 
 def prompts_of(options: argparse.Namespace) -> list[str]:
@@ -119,7 +156,9 @@ def _stream(engine: Engine, request: Request) -> None:
     print()
 
 
-def _print_all(engine: Engine, requests: Sequence[Request], *, as_json: bool) -> None:
+def _print_all(
+    engine: Engine, prompts: Sequence[str], requests: Sequence[Request], *, as_json: bool
+) -> None:
     """Print prompts and texts once all are there."""
     texts = {request.request_id: "" for request in requests}
     for delta in deltas(engine, requests):
@@ -127,14 +166,15 @@ def _print_all(engine: Engine, requests: Sequence[Request], *, as_json: bool) ->
     if as_json:
         results = [
             {
-                "prompt": request.prompt,
+                "prompt": prompt,
                 "text": texts[request.request_id],
                 "finish_reason": request.finish_reason,
                 "prompt_tokens": request.num_prompt_tokens,
                 "completion_tokens": request.num_output_tokens,
             }
-            for request in requests
+            for prompt, request in zip(prompts, requests, strict=True)
         ]
         print(json.dumps(results, indent=2, ensure_ascii=False))
         return
-    print("\n\n".join(f"> {request.prompt}\n{texts[request.request_id]}" for request in requests))
+    told = zip(prompts, requests, strict=True)
+    print("\n\n".join(f"> {prompt}\n{texts[one.request_id]}" for prompt, one in told))
