@@ -23,7 +23,7 @@ from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 LEAST = 0.2  # probability of a token that stays
-MOST_MERGED = 128  # likeliest tokens among which some that begin alike are looked for
+MOST = 128  # likeliest tokens that are looked at: each is compared with each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +56,8 @@ def filled(logits: Floats, row: RowParams) -> RowParams:
     row = settled(values, row)
     if row.greedy:
         return row
-    ids, weights = thinned(values, row._replace(thinning=row.thinning or Thinning()))
+    count = MOST if row.top_k is None else min(row.top_k, MOST)
+    ids, weights = thinned(values, row._replace(top_k=count, thinning=row.thinning or Thinning()))
     kept = left(ids, weights / weights.sum(), rule)
     if not len(kept):  # an end, whichever the model likes best; another token, where none may come
         ends = np.array(sorted(one for one in rule.ends if one < len(values)), np.int64)
@@ -98,9 +99,9 @@ def _merged(
     The likelier of two has both, and the other none; they are compared in llama.cpp's order.
     """
     merged = chances.copy()
-    count = min(len(ids), MOST_MERGED)
-    likeliest = zip(ids[:count].tolist(), ends[:count].tolist(), strict=True)
-    pieces = [b"" if is_end else rule.piece(one) for one, is_end in likeliest]
+    count = len(ids)
+    known = zip(ids.tolist(), ends.tolist(), strict=True)
+    pieces = [b"" if is_end else rule.piece(one) for one, is_end in known]
     gone = [False] * count
     for first in range(count):
         for second in range(count):

@@ -15,7 +15,9 @@ from onnxport.serving.drawing import RowParams, exact_allowed, exact_logits, sum
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.infill_sampler import InfillRule, filled, left
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.helpers import null_engine, reasons, run, submit, tokens
+from tests.serving.prophet import Prophet
 from tests.serving.test_sampling_engine import PREFIX, TOKENIZER, VOCAB
 from tests.tiers import examples
 
@@ -115,6 +117,18 @@ def test_a_row() -> None:
     assert allowed(logits, params) is None
 
 
+def test_how_many_tokens_are_looked_at() -> None:
+    """An end that is not among the likeliest 128 does not count, however many others there are."""
+    pieces = InfillRule(frozenset({199}), lambda one: bytes([one + 1, 0]))
+    for place, expected in ((126, [0, 199]), (128, [0])):
+        logits = np.full(200, -9.0, np.float32)
+        logits[0], logits[1:200], logits[199] = 9.0, np.linspace(-1.0, -2.0, 199), -1.0
+        order = np.argsort(-logits, kind="stable").tolist()
+        order.remove(199)
+        logits[199] = (logits[order[place - 1]] + logits[order[place]]) / 2
+        assert allowed(logits, RowParams(1.0, infill=pieces)) == expected
+
+
 def test_all_logits_count() -> None:
     _, params = row({0: 1.0}, top_k=4)
     assert exact_logits(params) == 0
@@ -175,3 +189,43 @@ def test_what_says_nothing() -> None:
             submit(engine, "a", PREFIX, SamplingParams(infill=infill, max_tokens=9, **fields))  # type: ignore[arg-type]
             found.append(tokens(run(engine)["a"]))
         assert found[0] == found[1]
+
+
+def output(params: SamplingParams, speculator: Prophet | None = None, **config: Any) -> list[int]:
+    engine = null_engine(vocab_size=VOCAB, tokenizer=TOKENIZER, speculator=speculator, **config)
+    submit(engine, "a", PREFIX, params)
+    return tokens(run(engine)["a"])
+
+
+def test_guesses_change_no_token() -> None:
+    params = SamplingParams(infill=True, temperature=0.4, seed=5, max_tokens=24, ignore_eos=True)
+    wanted = output(params)
+    for errs in (0, 3):
+        speculator = Prophet(lambda _: wanted)
+        speculator.errs = errs
+        assert output(params, speculator) == wanted
+        assert speculator.num_accepted > 5
+
+
+def test_a_form_is_obeyed() -> None:
+    """What it forbids is not looked at; where it allows no end, another token comes."""
+    params = SamplingParams(
+        **{"infill": True, "seed": 2, "max_tokens": 64},  # type: ignore[arg-type]
+        structured_outputs=StructuredOutputs(regex="[a-d]{12}"),
+    )
+    text = TOKENIZER.decode(output(params))
+    assert len(text) == 12
+    assert {*text} <= {*"abcd"}
+
+
+def test_what_is_told_of_what_was_left() -> None:
+    """With `logprobs_mode` "processed_logprobs" the tokens that stay have all probability."""
+    engine = null_engine(vocab_size=VOCAB, tokenizer=TOKENIZER, logprobs_mode="processed_logprobs")
+    params = SamplingParams(infill=True, seed=2, max_tokens=9, logprobs=20, temperature=0.3)
+    submit(engine, "a", PREFIX, params)
+    entries = [one for delta in run(engine)["a"] for one in delta.logprobs or ()]
+    assert entries
+    for entry in entries:
+        chances = [math.exp(one.logprob) for one in entry.values()]
+        assert sum(chances) == pytest.approx(1.0, abs=1e-4)
+        assert sum(chance > 0.0 for chance in chances) < 9
