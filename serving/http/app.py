@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ from onnxport.serving.reasoning import AUTO, AnyFormat, reasoning_format
 from onnxport.serving.thought_budget import thought_budget, with_thought
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.version import __version__
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 SHORTEST_PING_S = 0.05
@@ -221,10 +224,13 @@ def _infill(tokenizer: ServiceTokenizer | None, options: AppOptions) -> Infill |
     """
     if tokenizer is None:
         return None
-    if options.infill_tokens is None:
-        return Infill.find(tokenizer, suffix_first=options.spm_infill)
-    names = InfillNames.of(options.infill_tokens, suffix_first=options.spm_infill)
-    return Infill(tokenizer, names)
+    if options.infill_tokens is not None:
+        names = InfillNames.of(options.infill_tokens, suffix_first=options.spm_infill)
+        return Infill(tokenizer, names)
+    found = Infill.find(tokenizer, suffix_first=options.spm_infill)
+    if found is not None:
+        logger.info("gaps are filled in by the tokens %s of the vocabulary", found.names)
+    return found
 
 
 def _check_budget(engine: Engine, known: AnyFormat | None, budget: int | None) -> None:

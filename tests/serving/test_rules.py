@@ -21,6 +21,7 @@ from onnxport.serving.request import Request
 from onnxport.serving.rules import SequenceRules, logit_rules
 from onnxport.serving.sampler import sample, uniform
 from onnxport.serving.sampling import Position, row_params, sample_positions
+from tests.serving.helpers import null_engine, run, submit, tokens
 from tests.serving.slow_sampling import changed, possible, probabilities
 from tests.tiers import examples
 
@@ -477,3 +478,23 @@ def test_parameters_are_values() -> None:
     assert one == two
     assert hash(one) == hash(two)
     assert dict(one.logit_bias) == {3: 2, 5: 1}
+
+
+def test_a_bias_that_bans() -> None:
+    """-inf, where no number would do for every model; whoever bans all of them is told."""
+    params = SamplingParams(logit_bias={5: -math.inf, 7: 1.5})
+    assert params.logit_bias == ((5, -math.inf), (7, 1.5))
+    for wrong in (math.inf, math.nan, -101.0, False):
+        with pytest.raises(RequestError, match="logit_bias"):
+            SamplingParams(logit_bias={5: wrong})
+    engine = null_engine(vocab_size=8)
+    bans = dict.fromkeys(range(7), -math.inf)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(logit_bias=bans, temperature=temperature, max_tokens=3)
+        submit(engine, "a", [1, 2], params)
+        assert tokens(run(engine)["a"]) == [7, 7, 7]
+    submit(engine, "b", [1, 2], SamplingParams(logit_bias={**bans, 7: -math.inf}))
+    [last] = run(engine)["b"]
+    assert last.failure is not None
+    assert last.failure.refused
+    assert "logit_bias" in last.failure.message
