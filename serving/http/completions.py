@@ -55,7 +55,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     check_number(service.engine, len(given), "prompt")
     special = body.add_special_tokens is not False
     if body.suffix:
-        fills = filling(service)
+        fills = filling(service, "suffix")
         params = fills.ended(params)
         around = partial(_around, service, given, body.suffix, special)
         prompts = await asyncio.to_thread(around, fills)

@@ -57,20 +57,24 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return await respond(service, request, body, asked, [prompt])
 
 
-def filling(service: Service) -> Infill:
+def filling(service: Service, field: str | None = None) -> Infill:
     """Return how the model fills in.
 
+    Args:
+        service: that serves it.
+        field: that asks for it; None: all of the request does.
+
     Raises:
-        ApiError: a 501, it cannot.
+        ApiError: it cannot: a 400 about the field, else a 501.
     """
     if service.infill is None:
-        raise ApiError(
-            501,
+        why = (
             "this model's vocabulary has no tokens to fill in by, for prefix, suffix and middle; "
-            "serve a model that was trained to, or name its tokens with --infill-tokens",
-            kind=NOT_SUPPORTED,
-            headers=FINAL,
+            "serve a model that was trained to, or name its tokens with --infill-tokens"
         )
+        if field is not None:
+            raise ApiError(400, f"{field} was given, and {why}", field)
+        raise ApiError(501, why, kind=NOT_SUPPORTED, headers=FINAL)
     return service.infill
 
 

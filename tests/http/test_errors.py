@@ -122,7 +122,7 @@ def test_fields_of_both_endpoints(
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"suffix": "x"}, "suffix", "not supported yet"),
+        ({"suffix": "x"}, "suffix", "no tokens to fill in by"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "remove one"),
         ({"echo": True, "max_tokens": 0, "stream": True}, "stream", "a prompt alone comes as a"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),

@@ -204,11 +204,14 @@ async def test_both_are_needed(folder: Path) -> None:
 
 async def test_a_model_that_cannot(model_folder: Path) -> None:
     asking = client(model_folder)
-    for response in (await fill(asking), await asking.complete(suffix="b")):
-        assert response.status_code == 501
-        assert response.json()["error"]["type"] == "not_supported_error"
-        assert "--infill-tokens" in response.json()["error"]["message"]
-        assert response.headers["x-should-retry"] == "false"
+    response = await fill(asking)
+    assert response.status_code == 501
+    assert response.json()["error"]["type"] == "not_supported_error"
+    assert "--infill-tokens" in response.json()["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"
+    response = await asking.complete(suffix="b")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "suffix")
+    assert "--infill-tokens" in response.json()["error"]["message"]
 
 
 async def test_tokens_by_hand(model_folder: Path) -> None:
