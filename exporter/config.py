@@ -126,7 +126,16 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
-    {"glm", "glm4_moe", "minimax_m2", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+    {
+        "bamba",
+        "glm",
+        "glm4_moe",
+        "minimax_m2",
+        "phi3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    }
 )
 
 

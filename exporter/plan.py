@@ -6,7 +6,8 @@ A weight is named by its role: `embedding`, `final_norm`, `head`, and for each l
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
-dt_bias, norm}` for `qkv` and its norms. A draft head has `features`, `joint_norm` or
+dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt,
+conv, conv_bias, a_log, dt_bias, skip, norm}`. A draft head has `features`, `joint_norm` or
 `apart_norm.N`, and `layers.0.hidden_norm` besides.
 """
 
@@ -24,7 +25,7 @@ from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
 
 HEAD: Final = "head"
@@ -119,7 +120,10 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
-        if spec.is_linear(layer):
+        if isinstance(spec.linear, StateSpaceSpec) and spec.is_linear(layer):
+            vectors.update(_space_vectors(spec.linear, names, role, prefix))
+            matrices.update(_space_matrices(spec, spec.linear, names, role, prefix))
+        elif spec.is_linear(layer):
             assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(_linear_vectors(spec.linear, names, role, prefix))
             matrices.update(_linear_matrices(spec, spec.linear, names, role, prefix))
@@ -267,6 +271,47 @@ def _linear_matrices(
         role + "linear.qkv": MatrixPlan(first, hidden),
         role + "linear.z": MatrixPlan(z, hidden),
         role + "linear.ba": MatrixPlan(second, hidden, is_exact=True),
+        role + "o": replace(o, scale=spec.output_scale),
+    }
+
+
+def _space_vectors(
+    space: StateSpaceSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer of a state space has beside its products."""
+    role, heads = f"{role}linear.", (space.heads,)
+    found = {
+        "conv": VectorPlan(prefix + names.space_conv, (space.channels, 1, space.kernel)),
+        "a_log": VectorPlan(prefix + names.space_a_log, heads, is_exact=True),
+        "dt_bias": VectorPlan(prefix + names.space_dt_bias, heads, is_exact=True),
+        "skip": VectorPlan(prefix + names.space_skip, heads, is_exact=True),
+        "norm": VectorPlan(prefix + names.space_norm, (space.value_width,), is_exact=True),
+    }
+    if space.conv_bias:
+        found["conv_bias"] = VectorPlan(prefix + names.space_conv_bias, (space.channels,))
+    return {role + name: vector for name, vector in found.items()}
+
+
+def _space_matrices(
+    spec: ArchSpec, space: StateSpaceSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products of a layer of a state space, all but the last of which are one tensor.
+
+    That of the steps stays as exact as activations are, as that of decays does above.
+    """
+    hidden, tensor = spec.hidden_size, f"{prefix}{names.space_in}.weight"
+    heights = (space.value_width, space.channels, space.heads)
+    shape = (sum(heights), hidden)
+    starts = (0, heights[0], heights[0] + heights[1])
+    z, mixed, dt = (
+        MatrixPlan((Part(tensor, rows, first, shape),), hidden)
+        for rows, first in zip(heights, starts, strict=True)
+    )
+    o = _stacked(prefix, (names.space_o,), (hidden,), space.value_width, biased=False)
+    return {
+        role + "linear.z": z,
+        role + "linear.mixed": mixed,
+        role + "linear.dt": replace(dt, is_exact=True),
         role + "o": replace(o, scale=spec.output_scale),
     }
 

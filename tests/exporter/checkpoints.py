@@ -744,6 +744,69 @@ HYBRID: Mapping[str, Case] = {
         },
     ),
 }
+_SPACES: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 32,
+    "mamba_expand": 3,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "rms_norm_eps": 0.05,
+    "pad_token_id": 0,
+}
+_GRANITE_4: Mapping[str, Any] = {
+    **_SPACES,
+    "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 64,
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+}
+# Models with state spaces.
+SPACES: Mapping[str, Case] = {
+    "granite-4": Case("granitemoehybrid", _GRANITE_4, torch.bfloat16),
+    "granite-4-dense": Case(  # groups, and a layer of a state is the last
+        "granitemoehybrid",
+        {
+            **_GRANITE_4,
+            "layer_types": [_FULL, _LINEAR, _FULL, _LINEAR],
+            "num_local_experts": 0,
+            "mamba_n_groups": 3,
+            "mamba_d_conv": 2,
+            "mamba_conv_bias": False,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-4-attention": Case(
+        "granitemoehybrid",
+        {
+            **_GRANITE_4,
+            "num_hidden_layers": 2,
+            "layer_types": [_FULL, _FULL],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "bamba": Case("bamba", {**_SPACES, "attn_layer_indices": [1, 2]}, torch.bfloat16),
+    "bamba-biases": Case(
+        "bamba",
+        {
+            **_SPACES,
+            "num_hidden_layers": 2,
+            "attn_layer_indices": [0],
+            "mamba_n_groups": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 
 
 def configuration(case: Case) -> PreTrainedConfig:
