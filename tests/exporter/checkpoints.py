@@ -746,6 +746,8 @@ HYBRID: Mapping[str, Case] = {
 }
 _SPACES: Mapping[str, Any] = {
     "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "mamba_n_heads": 6,
     "mamba_d_head": 32,
     "mamba_expand": 3,
@@ -767,7 +769,7 @@ _GRANITE_4: Mapping[str, Any] = {
     "residual_multiplier": 0.6,
     "attention_multiplier": 0.2,
 }
-# Models with state spaces.
+# Models with state spaces, but for one that might have some.
 SPACES: Mapping[str, Case] = {
     "granite-4": Case("granitemoehybrid", _GRANITE_4, torch.bfloat16),
     "granite-4-dense": Case(  # groups, and a layer of a state is the last
