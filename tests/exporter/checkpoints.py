@@ -625,6 +625,19 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "granite-4-attention": Case(  # no layer is a state space
+        "granitemoehybrid",
+        {
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+        },
+    ),
     "phi3": Case("phi3", {"sliding_window": None, "pad_token_id": 0}, torch.bfloat16, shards=True),
     "phi3-window": Case("phi3", {"sliding_window": 6, "num_key_value_heads": 4, "pad_token_id": 0}),
     "phi3-longrope": _longrope(),
@@ -769,7 +782,7 @@ _GRANITE_4: Mapping[str, Any] = {
     "residual_multiplier": 0.6,
     "attention_multiplier": 0.2,
 }
-# Models with state spaces, but for one that might have some.
+# Models with state spaces.
 SPACES: Mapping[str, Case] = {
     "granite-4": Case("granitemoehybrid", _GRANITE_4, torch.bfloat16),
     "granite-4-dense": Case(  # groups, and a layer of a state is the last
@@ -783,16 +796,6 @@ SPACES: Mapping[str, Case] = {
             "mamba_conv_bias": False,
             "position_embedding_type": "rope",
             "tie_word_embeddings": True,
-        },
-    ),
-    "granite-4-attention": Case(
-        "granitemoehybrid",
-        {
-            **_GRANITE_4,
-            "num_hidden_layers": 2,
-            "layer_types": [_FULL, _FULL],
-            "num_local_experts": 0,
-            "position_embedding_type": "rope",
         },
     ),
     "bamba": Case("bamba", {**_SPACES, "attn_layer_indices": [1, 2]}, torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Models with gated delta nets or state spaces give transformers' logits and greedy tokens in graphs."""
+"""Hybrid models give transformers' logits and greedy tokens in graphs."""
 
 from __future__ import annotations
 
