@@ -6,10 +6,10 @@ They share every node but attention and the shapes around it, and every weight. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -57,6 +57,12 @@ ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provid
 
 Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
 
+_ACTIVATIONS: Final[Mapping[str, Callable[[GraphBuilder, str], str]]] = {
+    "silu": ops.silu,
+    "gelu_tanh": ops.gelu_tanh,
+    "relu2": ops.relu_squared,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
@@ -94,6 +100,8 @@ class _Decoder:
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 if spec.parallel_layers:
                     delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
+                    continue
+                if not spec.has_mlp(layer):
                     continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read)
@@ -226,10 +234,11 @@ class _Decoder:
 
     def dense(self, role: str, x: str) -> str:
         """One feed-forward layer."""
-        g = self.g
+        g, activate = self.g, _ACTIVATIONS[self.spec.hidden_act]
+        if self.spec.plain_mlp:
+            return self.linear(f"{role}.down", activate(g, self.linear(f"{role}.up", x)))
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
         gated = g.node("Mul", [activate(g, gate), up], name="gated")
         return self.linear(f"{role}.down", gated)
 

@@ -30,7 +30,17 @@ _LLAMA: Final = (
         "granitemoeshared",
         "helium",
     ),
-    *("ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+    *(
+        "ministral3",
+        "mixtral",
+        "nemotron_h",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+    ),
     *("seed_oss", "solar_open"),
 )
 _TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}

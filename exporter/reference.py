@@ -136,6 +136,8 @@ def _normed(
             hidden = hidden + added + _feed_forward(spec, layer, weights, read[rows])
             continue
         hidden = hidden + added
+        if not spec.has_mlp(layer):
+            continue
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
         hidden = hidden + _feed_forward(spec, layer, weights, read)
     return _norm(spec, weights, "final_norm", hidden), hidden
@@ -201,6 +203,9 @@ def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -
 
 def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
     """One feed-forward layer; [num_tokens, hidden]."""
+    if spec.plain_mlp:
+        activated = _ACTIVATIONS[spec.hidden_act](weights.linear(prefix + "up", x))
+        return weights.linear(prefix + "down", activated)
     gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
     return weights.linear(prefix + "down", _ACTIVATIONS[spec.hidden_act](gate) * up)
 
@@ -440,6 +445,12 @@ def _silu(x: Array) -> Array:
     return activated
 
 
+def _relu_squared(x: Array) -> Array:
+    """The square of ReLU (arXiv:2109.08668)."""
+    activated: Array = np.square(np.maximum(x, np.float32(0)))
+    return activated
+
+
 def _gelu_tanh(x: Array) -> Array:
     """GELU's approximation with tanh (arXiv:1606.08415)."""
     inner = np.float32(GELU_SCALE) * x * (1 + np.float32(GELU_CUBE) * x * x)
@@ -450,4 +461,5 @@ def _gelu_tanh(x: Array) -> Array:
 _ACTIVATIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
+    "relu2": _relu_squared,
 }

@@ -20,6 +20,7 @@ class TensorNames:
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."  # prefix of all below
+    blocks: bool = False  # a layer's feed-forward layer has the number behind that of the others
     input_norm: str = "input_layernorm.weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm.weight"

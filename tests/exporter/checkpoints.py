@@ -782,6 +782,18 @@ _GRANITE_4: Mapping[str, Any] = {
     "residual_multiplier": 0.6,
     "attention_multiplier": 0.2,
 }
+_NEMOTRON: Mapping[str, Any] = {
+    "layers_block_type": [_LINEAR, "mlp", _LINEAR, "full_attention", "mlp", _LINEAR, "mlp"],
+    "num_hidden_layers": None,
+    "head_dim": 32,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 3,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+    "time_step_min": 1e-9,  # by which transformers limits steps of prompts, and of nothing else
+    "layer_norm_epsilon": 0.05,
+}
 # Models with state spaces.
 SPACES: Mapping[str, Case] = {
     "granite-4": Case("granitemoehybrid", _GRANITE_4, torch.bfloat16),
@@ -796,6 +808,17 @@ SPACES: Mapping[str, Case] = {
             "mamba_conv_bias": False,
             "position_embedding_type": "rope",
             "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h": Case("nemotron_h", _NEMOTRON, torch.bfloat16),
+    "nemotron-h-biases": Case(  # attention is the last block
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["full_attention", "mlp", _LINEAR, "full_attention"],
+            "n_groups": 1,
+            "use_conv_bias": False,
+            "mlp_bias": True,
         },
     ),
     "bamba": Case("bamba", {**_SPACES, "attn_layer_indices": [1, 2]}, torch.bfloat16),
