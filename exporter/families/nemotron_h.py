@@ -62,6 +62,16 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         hidden_act="relu2",
         epsilon="layer_norm_epsilon",
     )
+    # Names that published files have besides for what transformers reads by others.
+    for key, wanted in (
+        ("rms_norm_eps", spec.rms_norm_eps),
+        ("attention_head_dim", spec.head_size),
+    ):
+        if (given := config.get(key, float, wanted)) != wanted:
+            raise CheckpointError(
+                f"{config.path}: {key} is {given}, and what transformers reads for it is {wanted}; "
+                "correct what the model was not trained with."
+            )
     config.ignore(*_UNUSED)
     check_plain(config, "use_bias")
     check_plain(config, "mamba_proj_bias")
@@ -77,7 +87,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     has_mlp = tuple(mlp for _, mlp in layers)
     return replace(
         spec,
-        linear=space_spec(config, spaces, fields) if any(spaces) else None,
+        linear=space_spec(config, spaces, fields),
         rotated_layers=(False,) * len(layers),
         plain_mlp=True,
         mlp_layers=None if all(has_mlp) else has_mlp,
@@ -91,6 +101,10 @@ def _layers(config: Config) -> list[tuple[str, bool]]:
         raise UnsupportedModelError(
             f"{config.path}: the blocks are {blocks}, of which E have experts; supported are M (a "
             "state space), * (attention) and - (a feed-forward layer)."
+        )
+    if _SPACE not in blocks:
+        raise UnsupportedModelError(
+            f"{config.path}: the blocks are {blocks}; supported is that some are M (state spaces)."
         )
     layers: list[tuple[str, bool]] = []
     for block in blocks:

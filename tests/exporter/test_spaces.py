@@ -17,9 +17,10 @@ from transformers.models.bamba import modeling_bamba as peer
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
-from onnxport.exporter.families import FAMILIES
+from onnxport.exporter.families import FAMILIES, nemotron_h
 from onnxport.exporter.linear_reference import state_space
 from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.plan import plan_weights
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.linear_spec import StateSpaceSpec
 from tests.exporter import checkpoints, configs
@@ -75,7 +76,7 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
     config.architectures = [one.architecture for one in FAMILIES if one.name == case.family]
     config.save_pretrained(tmp_path)
     spec = configs.spec_of(Config.read(tmp_path))
-    kinds = config.layers_block_type
+    kinds = [one for one in config.layers_block_type if one != "mlp"]
     assert spec.linear_layers == tuple(i for i, one in enumerate(kinds) if "linear" in one)
     written = json.loads(config.to_json_string(use_diff=False))
     again = configs.read({key: one for key, one in written.items() if key != "_name_or_path"})
@@ -169,6 +170,57 @@ BAMBA: dict[str, Any] = {  # Bamba-9B-v2
 }
 
 
+NEMOTRON: dict[str, Any] = {  # Nemotron Nano 9B v2
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "eos_token_id": 12,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "initializer_range": 0.02,
+    "intermediate_size": 15680,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 80,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 56,
+    "num_key_value_heads": 8,
+    "num_logits_to_keep": 1,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "rms_norm_eps": 1e-05,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, float("inf")],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
+PATTERN = NEMOTRON["hybrid_override_pattern"]
+BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
 def test_granite_4() -> None:
     spec = configs.read(GRANITE)
     assert spec.cached_layers == (5, 15, 25, 35)
@@ -199,6 +251,46 @@ def test_bamba() -> None:
     assert (spec.rope.rotary_dim, spec.head_size, spec.rotated_layers) == (64, 128, None)
 
 
+def test_nemotron_h() -> None:
+    spec = configs.read(NEMOTRON)
+    assert (spec.num_layers, spec.cached_layers) == (31, (7, 11, 16, 21))
+    assert spec.mlp_layers is not None
+    assert [layer for layer in range(31) if not spec.has_mlp(layer)] == [3, 23]
+    assert (spec.plain_mlp, spec.hidden_act, spec.intermediate_size) == (True, "relu2", 15680)
+    assert spec.linear is not None
+    assert spec.linear.conv_state == (128 * 80 + 2 * 8 * 128, 3)
+    assert spec.linear.recurrent_state == (128, 80, 128)
+    assert spec.rotated_layers == (False,) * 31
+    assert spec.experts is None
+    plain = {key: one for key, one in NEMOTRON.items() if "pattern" not in key}
+    for key in ("layers_block_type", "layer_types"):
+        assert configs.read({**plain, key: [BLOCKS[one] for one in PATTERN]}) == spec
+    assert configs.read({**NEMOTRON, "num_hidden_layers": None}) == spec
+
+
+def test_blocks_are_layers_in_their_order() -> None:
+    """The tensors of a layer have the numbers of its blocks."""
+    spec = configs.read({**NEMOTRON, "hybrid_override_pattern": "MM-*-*", "num_hidden_layers": 6})
+    assert spec.mlp_layers == (False, True, True, False)
+    plan = plan_weights(spec, nemotron_h.FAMILY.tensors)
+    blocks = {
+        role: plan.vectors[role].tensor
+        for role in plan.vectors
+        if role.endswith(("input_norm", "post_norm"))
+    }
+    assert blocks == {
+        "layers.0.input_norm": "backbone.layers.0.norm.weight",
+        "layers.1.input_norm": "backbone.layers.1.norm.weight",
+        "layers.1.post_norm": "backbone.layers.2.norm.weight",
+        "layers.2.input_norm": "backbone.layers.3.norm.weight",
+        "layers.2.post_norm": "backbone.layers.4.norm.weight",
+        "layers.3.input_norm": "backbone.layers.5.norm.weight",
+    }
+    assert "layers.0.up" not in plan.matrices
+    (part,) = plan.matrices["layers.2.up"].parts
+    assert part.tensor == "backbone.layers.4.mixer.up_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
@@ -224,6 +316,22 @@ def test_bamba() -> None:
         (BAMBA, {"attn_rotary_emb": 128}, "attn_rotary_emb is 128, and transformers rotates 64"),
         (BAMBA, {"layer_types": ["full_attention"] * 32}, "which differ"),
         (BAMBA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (NEMOTRON, {"hybrid_override_pattern": PATTERN.replace("-", "E")}, "E have experts"),
+        (NEMOTRON, {"hybrid_override_pattern": "-" + PATTERN[1:]}, "is behind an M .* or a \\*"),
+        (NEMOTRON, {"hybrid_override_pattern": "M--*" * 14}, "is behind an M .* or a \\*"),
+        (NEMOTRON, {"hybrid_override_pattern": "*-" * 28}, "some are M"),
+        (NEMOTRON, {"hybrid_override_pattern": "M-" * 28}, "none of the 28 layers has attention"),
+        (NEMOTRON, {"hybrid_override_pattern": "M-*X" * 14}, "a hybrid_override_pattern of M, "),
+        (NEMOTRON, {"hybrid_override_pattern": None}, "the blocks are not named"),
+        (NEMOTRON, {"layers_block_type": ["mamba"] * 56}, "contradicts itself: blocks are"),
+        (NEMOTRON, {"num_hidden_layers": 55}, "num_hidden_layers is 55"),
+        (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; supported is 'relu2'"),
+        (NEMOTRON, {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, and .* is 1e-05"),
+        (NEMOTRON, {"attention_head_dim": 64}, "attention_head_dim is 64.0, and .* is 128"),
+        (NEMOTRON, {"use_bias": True}, "use_bias is true; supported is false"),
+        (NEMOTRON, {"attention_bias": True}, "attention_bias = true"),
+        (NEMOTRON, {"sliding_window": 512}, "sliding_window = 512"),
+        (NEMOTRON, {"time_step_limit": [0.001, float("inf")]}, "time_step_limit is"),
     ],
 )
 def test_what_would_change_the_result_is_refused(
