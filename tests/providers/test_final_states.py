@@ -29,7 +29,7 @@ from tests.tiers import crossed
 FAMILIES = (
     *("llama", "qwen3", "gemma3", "gemma2", "granite", "olmo2", "qwen3-moe", "gpt-oss"),
     *("cohere", "cohere2", "exaone4", "deepseek-v2", "qwen3.5", "qwen3.5-tied"),
-    *("granite-4-dense", "bamba"),
+    *("granite-4-dense", "bamba", "nemotron-h-biases"),
 )
 
 

@@ -40,6 +40,7 @@ MADE = (
     ("qwen3.5", "int4", "custom"),
     ("qwen3-next", "fp32", "decomposed"),
     ("granite-4", "int4", "custom"),
+    ("nemotron-h", "int4", "custom"),
 )
 
 
