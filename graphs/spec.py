@@ -27,9 +27,15 @@ from onnxport.graphs.fields import (
     without_nulls,
 )
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import (
+    LinearSpec,
+    ShortConvSpec,
+    linear_from_json,
+    linear_to_json,
+)
 
-HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
+GATES: Final = ("silu", "gelu_tanh")  # activations of feed-forward layers with a gate
+HIDDEN_ACTS: Final = (*GATES, "relu2")
 
 # RoPE type -> the optional RopeSpec fields that it needs (the others stay None).
 ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -145,12 +151,14 @@ class ArchSpec:
     draft: DraftSpec | None = None  # it is a draft head; None: a model
     # Attention is of latents: `head_size` and `num_kv_heads` are then of what the cache holds.
     latent: LatentSpec | None = None
-    linear: LinearAttentionSpec | None = None  # of layers without attention; None: all have it
+    linear: LinearSpec | None = None  # of layers without attention; None: all have it
     qk_norm_last: bool | None = None  # norms of heads are behind RoPE; None: ahead of it
     layer_norms: bool | None = None  # LayerNorm without biases; None: RMSNorm
     # Attention and MLP read one norm, and what both make is added at once; None: one after another.
     parallel_layers: bool | None = None
     attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
+    ungated: bool | None = None  # feed-forward layers are down(act(up)); None: down(act(gate) * up)
+    mlp_layers: tuple[bool, ...] | None = None  # which have a feed-forward layer; None: all
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -204,6 +212,7 @@ class ArchSpec:
             "attention_gate and qkv_bias exclude each other",
         )
         self._check_linear()
+        self._check_mlp()
         self._check_order()
         self._check_parallel()
         if self.hidden_act not in HIDDEN_ACTS:
@@ -246,12 +255,41 @@ class ArchSpec:
             len(self.linear.layers) == self.num_layers,
             f"linear.layers are {list(self.linear.layers)} for {self.num_layers} layers",
         )
+        require(
+            not isinstance(self.linear, ShortConvSpec) or self.linear.channels == self.hidden_size,
+            f"short convolutions have a channel for each of the residual stream's "
+            f"{self.hidden_size}; linear is {self.linear}",
+        )
         require(self.draft is None, "a draft head has attention in each layer, linear says not")
         require(
             self.sliding_window == (None,) * self.num_layers,
             f"beside linear attention no layer has a sliding window; they are "
             f"{self.sliding_window}",
         )
+
+    def _check_mlp(self) -> None:
+        """Check what goes with feed-forward layers without gates, and with layers without any."""
+        require(
+            self.mlp_layers is None or len(self.mlp_layers) == self.num_layers,
+            f"mlp_layers are {self.mlp_layers} for {self.num_layers} layers",
+        )
+        require(
+            bool(self.ungated) or self.hidden_act in GATES or self.hidden_act not in HIDDEN_ACTS,
+            f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
+            f"one of {GATES}",
+        )
+        others = {
+            "experts": self.experts,
+            "draft": self.draft,
+            "parallel_layers": self.parallel_layers,
+            "output_norms": self.mlp_layers and self.output_norms,
+        }
+        for name in ("ungated", "mlp_layers"):
+            found = [other for other, one in others.items() if one]
+            require(
+                not (getattr(self, name) and found),
+                f"{name} does not go with {' and '.join(found)}",
+            )
 
     def _check_parallel(self) -> None:
         """Check what goes with LayerNorm, and with attention and MLP side by side."""
@@ -338,6 +376,10 @@ class ArchSpec:
         """Whether a layer keeps a state of each sequence in place of keys and values."""
         return self.linear is not None and self.linear.layers[layer]
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward layer, or experts, behind what mixes positions."""
+        return self.mlp_layers is None or self.mlp_layers[layer]
+
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
         return self.rotated_layers is None or self.rotated_layers[layer]
@@ -392,7 +434,7 @@ class ArchSpec:
         if self.latent is not None:
             inner["latent"] = plain(self.latent)
         if self.linear is not None:
-            inner["linear"] = plain(self.linear)
+            inner["linear"] = linear_to_json(self.linear)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -404,6 +446,7 @@ class ArchSpec:
             raise ArtifactError(f"model.sliding_window has an entry that is no integer: {windows}")
         fields["sliding_window"] = tuple(windows)
         fields["rotated_layers"] = flags("model.rotated_layers", fields["rotated_layers"])
+        fields["mlp_layers"] = flags("model.mlp_layers", fields["mlp_layers"])
         fields["rope"] = RopeSpec.from_json(fields["rope"])
         if fields["local_rope"] is not None:
             fields["local_rope"] = RopeSpec.from_json(fields["local_rope"])
@@ -414,7 +457,7 @@ class ArchSpec:
         if fields["latent"] is not None:
             fields["latent"] = LatentSpec.from_json(fields["latent"])
         if fields["linear"] is not None:
-            fields["linear"] = LinearAttentionSpec.from_json(fields["linear"])
+            fields["linear"] = linear_from_json(fields["linear"])
         return construct(cls, "model", fields)
 
 
@@ -474,6 +517,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "latent": (dict, NONE),
     "linear": (dict, NONE),
     "attention_gate": (bool, NONE),
+    "ungated": (bool, NONE),
+    "mlp_layers": (list, NONE),
     "qk_norm_last": (bool, NONE),
     "layer_norms": (bool, NONE),
     "parallel_layers": (bool, NONE),
@@ -485,6 +530,6 @@ _LATER: Final = (
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
     *("experts", "attention_sinks", "stream_scale", "draft"),
     *("latent", "linear", "attention_gate", "qk_norm_last"),
-    *("layer_norms", "parallel_layers"),
+    *("layer_norms", "parallel_layers", "ungated", "mlp_layers"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
