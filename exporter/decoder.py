@@ -6,10 +6,10 @@ They share every node but attention and the shapes around it, and every weight. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -32,7 +32,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, XIELU
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
@@ -45,6 +45,13 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
+
+_ACTIVATIONS: Final[Mapping[str, Callable[[GraphBuilder, str], str]]] = {
+    "silu": ops.silu,
+    "gelu": ops.gelu,
+    "gelu_tanh": ops.gelu_tanh,
+    "relu2": ops.relu_squared,
+}
 
 Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
 
@@ -79,10 +86,12 @@ class _Decoder:
                 attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
-                    if spec.parallel_layers:
+                    if spec.parallel_layers and not spec.parallel_norms:
                         read = select(read)
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 if spec.parallel_layers:
+                    if spec.parallel_norms:
+                        read, hidden = self.read(hidden, "", f"layers.{layer}.post_norm")
                     delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
                     continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
@@ -142,7 +151,10 @@ class _Decoder:
         if self.spec.layer_norms:
             if delta:
                 hidden = self.g.node("Add", [hidden, delta], name="residual")
-            return ops.layer_norm(self.g, hidden, weight, epsilon, name), hidden
+            bias = (
+                self.g.weight(self.weights.vectors[f"{role}_bias"]) if self.spec.norm_biases else ""
+            )
+            return ops.layer_norm(self.g, hidden, weight, epsilon, name, bias), hidden
         if not delta:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
@@ -203,8 +215,11 @@ class _Decoder:
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
     def mlp(self, layer: int, x: str) -> str:
-        """What the feed-forward layer adds, `down(act(gate) * up)` or that of experts."""
+        """What the feed-forward layer adds, with a gate or without, or that of experts."""
         experts, role = self.spec.experts_of(layer), f"layers.{layer}"
+        if self.spec.ungated:
+            up = self.activate(layer, self.linear(f"{role}.up", x))
+            return self.output(f"{role}.down", self.linear(f"{role}.down", up))
         if experts is None:
             return self.output(f"{role}.down", self.dense(role, x))
         added = self.experts(layer, experts, x)
@@ -212,13 +227,21 @@ class _Decoder:
             added = self.g.node("Add", [added, self.shared(layer, experts, x)], name="added")
         return self.output(f"{role}.down", added)
 
+    def activate(self, layer: int, x: str) -> str:
+        """The activation of a feed-forward layer without a gate."""
+        g, weights = self.g, self.weights
+        if self.spec.hidden_act != "xielu":
+            return _ACTIVATIONS[self.spec.hidden_act](g, x)
+        stored = (weights.vectors[f"layers.{layer}.{name}"] for name in XIELU)
+        numbers = ops.Xielu(*(g.weight(one.view(one.name, ())) for one in stored))
+        return ops.xielu(g, x, numbers, activation_dtype(weights))
+
     def dense(self, role: str, x: str) -> str:
-        """One feed-forward layer."""
+        """One feed-forward layer with a gate."""
         g = self.g
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
-        gated = g.node("Mul", [activate(g, gate), up], name="gated")
+        gated = g.node("Mul", [_ACTIVATIONS[self.spec.hidden_act](g, gate), up], name="gated")
         return self.linear(f"{role}.down", gated)
 
     def shared(self, layer: int, experts: ExpertsSpec, x: str) -> str:

@@ -29,7 +29,8 @@ from onnxport.graphs.fields import (
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec
 
-HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
+GATES: Final = ("silu", "gelu_tanh")  # activations of feed-forward layers with a gate
+HIDDEN_ACTS: Final = (*GATES, "gelu", "relu2", "xielu")
 
 # RoPE type -> the optional RopeSpec fields that it needs (the others stay None).
 ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -147,10 +148,15 @@ class ArchSpec:
     latent: LatentSpec | None = None
     linear: LinearAttentionSpec | None = None  # of layers without attention; None: all have it
     qk_norm_last: bool | None = None  # norms of heads are behind RoPE; None: ahead of it
-    layer_norms: bool | None = None  # LayerNorm without biases; None: RMSNorm
+    layer_norms: bool | None = None  # LayerNorm; None: RMSNorm
     # Attention and MLP read one norm, and what both make is added at once; None: one after another.
     parallel_layers: bool | None = None
     attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
+    ungated: bool | None = None  # feed-forward layers are down(act(up)); None: down(act(gate) * up)
+    norm_biases: bool | None = None  # of LayerNorms; None: without
+    # Of parallel layers: the MLP reads a norm of its own of the same stream; None: attention's.
+    parallel_norms: bool | None = None
+    head_bias: bool | None = None  # logits have biases; None: without
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -206,6 +212,7 @@ class ArchSpec:
         self._check_linear()
         self._check_order()
         self._check_parallel()
+        self._check_ungated()
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
 
@@ -269,6 +276,30 @@ class ArchSpec:
                 not (getattr(self, name) and found),
                 f"{name} does not go with {' and '.join(found)}",
             )
+
+        require(
+            bool(self.layer_norms) or not self.norm_biases,
+            "norm_biases needs layer_norms, for other norms have none",
+        )
+        require(
+            bool(self.parallel_layers) or not self.parallel_norms,
+            "parallel_norms needs parallel_layers, for others have both norms anyway",
+        )
+
+    def _check_ungated(self) -> None:
+        """Check what goes with feed-forward layers without a gate, and with a bias of logits."""
+        require(
+            bool(self.ungated) or self.hidden_act in GATES or self.hidden_act not in HIDDEN_ACTS,
+            f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
+            f"one of {GATES}",
+        )
+        others = {"experts": self.experts, "draft": self.draft, "linear": self.linear}
+        found = [name for name, one in others.items() if one]
+        require(not (self.ungated and found), f"ungated does not go with {' and '.join(found)}")
+        require(
+            not (self.head_bias and (self.tie_word_embeddings or self.draft)),
+            "head_bias needs a head of a model's own; embeddings have no bias",
+        )
 
     def _check_order(self) -> None:
         """Check what goes with norms of queries and keys behind RoPE."""
@@ -477,6 +508,7 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "qk_norm_last": (bool, NONE),
     "layer_norms": (bool, NONE),
     "parallel_layers": (bool, NONE),
+    **dict.fromkeys(("ungated", "norm_biases", "parallel_norms", "head_bias"), (bool, NONE)),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -486,5 +518,6 @@ _LATER: Final = (
     *("experts", "attention_sinks", "stream_scale", "draft"),
     *("latent", "linear", "attention_gate", "qk_norm_last"),
     *("layer_norms", "parallel_layers"),
+    *("ungated", "norm_biases", "parallel_norms", "head_bias"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

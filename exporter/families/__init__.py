@@ -9,6 +9,8 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
     afmoe,
+    apertus,
+    arcee,
     cohere,
     deepseek_v2,
     deepseek_v3,
@@ -20,6 +22,7 @@ from onnxport.exporter.families import (
     glm,
     glm4_moe,
     glm4_moe_lite,
+    gpt_neox,
     gpt_oss,
     granite,
     helium,
@@ -29,9 +32,11 @@ from onnxport.exporter.families import (
     ministral3,
     mistral,
     mixtral,
+    nemotron,
     olmo2,
     olmo3,
     olmoe,
+    phi,
     phi3,
     qwen2,
     qwen2_moe,
@@ -42,11 +47,15 @@ from onnxport.exporter.families import (
     seed_oss,
     smollm3,
     solar_open,
+    stablelm,
+    starcoder2,
 )
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     afmoe.FAMILY,
+    apertus.FAMILY,
+    arcee.FAMILY,
     cohere.FAMILY,
     cohere.WITH_WINDOWS,
     deepseek_v2.FAMILY,
@@ -62,6 +71,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     glm.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
+    gpt_neox.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
     granite.WITH_EXPERTS,
@@ -75,9 +85,11 @@ FAMILIES: Final[tuple[Family, ...]] = (
     mistral.FAMILY,
     mistral.WITH_IMAGES,
     mixtral.FAMILY,
+    nemotron.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
     olmoe.FAMILY,
+    phi.FAMILY,
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen2_moe.FAMILY,
@@ -91,6 +103,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     seed_oss.FAMILY,
     smollm3.FAMILY,
     solar_open.FAMILY,
+    stablelm.FAMILY,
+    starcoder2.FAMILY,
 )
 
 # Classes of encoders, and of decoders that were made ones.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ArchSpec
+
+
+_ROOTS: Final = ("model.", "gpt_neox.")  # what is ahead of names where a head is beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,7 @@ class TensorNames:
     layer: str = "model.layers.{}."  # prefix of all below
     input_norm: str = "input_layernorm.weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_by_head: bool = False  # the one tensor has of each head its query, key and value
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
@@ -40,6 +45,8 @@ class TensorNames:
     post_norm: str = "post_attention_layernorm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: tuple[str, ...] = ("mlp.down_proj",)
+    up: str = "mlp.up_proj"  # of feed-forward layers without a gate
+    activation: str = "mlp.act_fn."  # prefix of the numbers of an xIELU
     router: str = "mlp.gate"
     # With "{}" for the expert, or of one tensor that has all experts.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
@@ -106,7 +113,8 @@ class Family:
         """The names that a checkpoint with the tensors `found` gives them."""
         layouts = (self.tensors, *self.other_layouts)
         layouts = (*layouts, *map(_without_head, layouts))
-        return next((one for one in layouts if one.fit(found)), self.tensors)
+        fitting = [one for one in layouts if one.fit(found)] or [self.tensors]
+        return next((one for one in fitting if one.head in found), fitting[0])
 
     @property
     def base(self) -> str:
@@ -120,9 +128,10 @@ class Family:
 
 def _without_head(names: TensorNames) -> TensorNames:
     """The names in a model that was saved without its head, and so without the prefix."""
+    prefix = next((one for one in _ROOTS if names.layer.startswith(one)), "")
     return replace(
         names,
-        embedding=names.embedding.removeprefix("model."),
-        final_norm=names.final_norm.removeprefix("model."),
-        layer=names.layer.removeprefix("model."),
+        embedding=names.embedding.removeprefix(prefix),
+        final_norm=names.final_norm.removeprefix(prefix),
+        layer=names.layer.removeprefix(prefix),
     )

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.errors import CheckpointError
+from onnxport.exporter.config import Config, check_heads, decoder_spec, windows_by_type
 from onnxport.exporter.expertsconfig import check_choice
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
@@ -58,13 +58,8 @@ def _parallel(config: Config, **differences: Any) -> ArchSpec:
     scale = config.get("logit_scale", float, 0.0625)
     if not 0 < scale < math.inf:
         raise CheckpointError(f"{config.path}: logit_scale is {scale}; it must be above 0.")
-    if spec.q_size != spec.hidden_size:
-        raise UnsupportedModelError(
-            f"{config.path}: head_dim is {spec.head_size}; supported is hidden_size / "
-            "num_attention_heads, which is what transformers computes here."
-        )
     return replace(
-        spec,
+        check_heads(config, spec),
         layer_norms=True,
         parallel_layers=True,
         logits_scale=scale,

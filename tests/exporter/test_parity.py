@@ -23,6 +23,8 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 FAST = {
     "afmoe",
+    "apertus",
+    "arcee",
     "cohere2",
     "deepseek-v2",
     "deepseek-v3",
@@ -32,6 +34,7 @@ FAST = {
     "gemma3",
     "gemma3-images",
     "glm4-moe",
+    "gpt-neox",
     "granite",
     "granitemoe",
     "hunyuan",
@@ -40,14 +43,18 @@ FAST = {
     "llama-mqa-biases",
     "minimax-m2",
     "mistral-window",
+    "nemotron",
     "olmo2",
     "olmo3",
     "olmoe",
+    "phi",
     "phi3-longrope",
     "qwen2",
     "qwen3",
     "qwen3-moe",
     "smollm3",
+    "stablelm",
+    "starcoder2",
 }
 PARAMS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
