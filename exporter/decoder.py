@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from onnxport.exporter.draft_inputs import declare_states, normed_features
 from onnxport.exporter.graph_parts import (
@@ -151,9 +151,8 @@ class _Decoder:
         if self.spec.layer_norms:
             if delta:
                 hidden = self.g.node("Add", [hidden, delta], name="residual")
-            bias = (
-                self.g.weight(self.weights.vectors[f"{role}_bias"]) if self.spec.norm_biases else ""
-            )
+            stored = self.weights.vectors.get(f"{role}_bias")
+            bias = "" if stored is None else self.g.weight(stored)
             return ops.layer_norm(self.g, hidden, weight, epsilon, name, bias), hidden
         if not delta:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
@@ -205,14 +204,28 @@ class _Decoder:
         return q, k, v
 
     def head_norm(self, x: str, role: str, size: int) -> str:
-        """RMSNorm over each head of x [..., size], or over all of it."""
+        """A norm over each head of x [..., size], or over all of it."""
         g, name = self.g, role.rpartition(".")[2]
+        if self.spec.apart_qk_norm:
+            return self.apart_norm(x, role, size)
         weight = g.weight(self.weights.vectors[role])
         if self.spec.whole_qk_norm:
             return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
         heads = ops.reshape(g, x, (*self.leading, -1, self.spec.head_size), f"{name}.heads")
         normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
+
+    def apart_norm(self, x: str, role: str, size: int) -> str:
+        """LayerNorm over each head of x [..., size], each with a weight of its own."""
+        g, name, head = self.g, role.rpartition(".")[2], self.spec.head_size
+        stored = self.weights.vectors[role]
+        kind = helper.tensor_dtype_to_np_dtype(stored.data_type)
+        heads = ops.reshape(g, x, (*self.leading, -1, head), f"{name}.heads")
+        ones = g.constant(np.ones(head, kind), "ones")
+        normed = ops.layer_norm(g, heads, ones, self.spec.inner_eps, name)
+        weight = g.weight(stored.view(role, (size // head, head)))
+        scaled = g.node("Mul", [normed, weight], name=f"{name}.scaled")
+        return ops.reshape(g, scaled, (*self.leading, size), f"{name}.join")
 
     def mlp(self, layer: int, x: str) -> str:
         """What the feed-forward layer adds, with a gate or without, or that of experts."""

@@ -7,9 +7,9 @@ where a layer with experts has `router`, `correction`, `experts.gate_up` and `ex
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
 dt_bias, norm}` for `qkv` and its norms. A draft head has `features`, `joint_norm` or
-`apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms may have a bias, `final_norm_bias` and so
-on; a feed-forward layer without a gate has `up` for `gate_up`, and `alpha_p`, `alpha_n`, `beta` and `eps`
-of an xIELU.
+`apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms may have biases, `final_norm_bias`
+and so on. A feed-forward layer without a gate has `up` for `gate_up`, and `alpha_p`, `alpha_n`,
+`beta` and `eps` of an xIELU.
 """
 
 from __future__ import annotations
@@ -94,6 +94,12 @@ class VectorPlan:
     offset: float = 0.0  # what is added to it
     scale: float = 1.0  # what the sum is multiplied with
     is_exact: bool = False  # it is stored in float32, whatever activations are
+    more: tuple[str, ...] = ()  # tensors of the same shape that lie behind it
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All of them, in order."""
+        return self.tensor, *self.more
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,9 @@ class WeightPlan:
                 {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
             )
             shapes.update(matrix.biases)
-        shapes.update({vector.tensor: vector.shape for vector in self.vectors.values()})
+        shapes.update(
+            {name: vector.shape for vector in self.vectors.values() for name in vector.tensors}
+        )
         return shapes
 
 
@@ -233,13 +241,24 @@ def _head_vectors(
 ) -> dict[str, VectorPlan]:
     """Norms of queries and keys, and sinks, of a layer with attention."""
     found = {}
-    if spec.qk_norm:
+    if spec.apart_qk_norm:
+        found["q_norm"] = _apart_norm(prefix + names.q_norm, spec.num_heads, spec.head_size)
+        found["k_norm"] = _apart_norm(prefix + names.k_norm, spec.num_kv_heads, spec.head_size)
+    elif spec.qk_norm:
         sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
         found["q_norm"] = _norm(names, prefix + names.q_norm, sizes[0])
         found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
     if spec.attention_sinks:
         found["sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
     return {role + name: vector for name, vector in found.items()}
+
+
+def _apart_norm(tensor: str, heads: int, size: int) -> VectorPlan:
+    """The weights of each head's norm, in one tensor, or with "{}" for the head in one of each."""
+    if "{}" not in tensor:
+        return VectorPlan(tensor, (heads, size))
+    first, *others = (tensor.format(head) for head in range(heads))
+    return VectorPlan(first, (size,), more=tuple(others))
 
 
 def _attention_matrices(

@@ -291,7 +291,11 @@ def _of_heads(
     if spec.qk_norm:
         for at, name in enumerate(("q_norm", "k_norm")):
             normed = whole[at] if spec.whole_qk_norm else heads[at]
-            normed = _rms_norm(normed, weights.vector(f"layers.{layer}.{name}"), spec.inner_eps)
+            weight = weights.vector(f"layers.{layer}.{name}")
+            if spec.apart_qk_norm:
+                normed = normed - normed.mean(-1, keepdims=True)
+                weight = weight.reshape(-1, spec.head_size)
+            normed = _rms_norm(normed, weight, spec.inner_eps)
             heads[at] = normed.reshape(heads[at].shape)
     q, k, v = heads
     if spec.rotates(layer):

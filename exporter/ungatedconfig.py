@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from onnxport.exporter.config import Config, decoder_spec
 from onnxport.graphs.spec import ArchSpec
 
 # Transformers' names, of which some are the same function.
-_ACTIVATIONS: Final[Mapping[str, str]] = {
+_ACTIVATIONS: Final = {
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -20,7 +19,7 @@ _ACTIVATIONS: Final[Mapping[str, str]] = {
     "silu": "silu",
     "swish": "silu",
 }
-_TRAINED: Final[Mapping[str, str]] = {"xielu": "xielu"}
+_TRAINED: Final = {"xielu": "xielu"}
 
 
 def ungated_spec(

@@ -132,7 +132,7 @@ class StreamingWeights:
         """See `WeightSource`."""
         plan = self._plan.vectors[role]
         self.stored.vectors[role], values = self._store_vector(
-            f"{role}.weight", (plan.tensor,), plan.scale, plan.offset, is_exact=plan.is_exact
+            f"{role}.weight", plan.tensors, plan.scale, plan.offset, is_exact=plan.is_exact
         )
         return values
 

@@ -157,6 +157,8 @@ class ArchSpec:
     # Of parallel layers: the MLP reads a norm of its own of the same stream; None: attention's.
     parallel_norms: bool | None = None
     head_bias: bool | None = None  # logits have biases; None: without
+    # Norms of heads are LayerNorms without biases, each head's with a weight of its own; None: not.
+    apart_qk_norm: bool | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -265,7 +267,7 @@ class ArchSpec:
         others = {
             "raw_inputs": self.raw_inputs,
             "output_norms": self.output_norms,
-            "qk_norm": self.qk_norm and self.layer_norms,
+            "qk_norm": self.qk_norm and self.layer_norms and not self.apart_qk_norm,
             "draft": self.draft,
             "latent": self.latent,
             "linear": self.linear,
@@ -284,6 +286,12 @@ class ArchSpec:
         require(
             bool(self.parallel_layers) or not self.parallel_norms,
             "parallel_norms needs parallel_layers, for others have both norms anyway",
+        )
+
+        require(
+            not self.apart_qk_norm or (self.qk_norm and not self.whole_qk_norm),
+            f"apart_qk_norm is of norms of each head: qk_norm is {self.qk_norm}, whole_qk_norm is "
+            f"{self.whole_qk_norm}",
         )
 
     def _check_ungated(self) -> None:
@@ -306,9 +314,9 @@ class ArchSpec:
         if not self.qk_norm_last:
             return
         require(
-            self.qk_norm and not self.whole_qk_norm,
-            f"qk_norm_last is of norms of each head: qk_norm is {self.qk_norm}, whole_qk_norm is "
-            f"{self.whole_qk_norm}",
+            self.qk_norm and not self.whole_qk_norm and not self.apart_qk_norm,
+            f"qk_norm_last is of norms that heads share: qk_norm is {self.qk_norm}, whole_qk_norm "
+            f"is {self.whole_qk_norm}, apart_qk_norm is {self.apart_qk_norm}",
         )
         require(
             self.ropes == (self.rope,) and self.rotated_layers is None,
@@ -508,7 +516,11 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "qk_norm_last": (bool, NONE),
     "layer_norms": (bool, NONE),
     "parallel_layers": (bool, NONE),
-    **dict.fromkeys(("ungated", "norm_biases", "parallel_norms", "head_bias"), (bool, NONE)),
+    "ungated": (bool, NONE),
+    "norm_biases": (bool, NONE),
+    "parallel_norms": (bool, NONE),
+    "head_bias": (bool, NONE),
+    "apart_qk_norm": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -518,6 +530,6 @@ _LATER: Final = (
     *("experts", "attention_sinks", "stream_scale", "draft"),
     *("latent", "linear", "attention_gate", "qk_norm_last"),
     *("layer_norms", "parallel_layers"),
-    *("ungated", "norm_biases", "parallel_norms", "head_bias"),
+    *("ungated", "norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

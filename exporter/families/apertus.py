@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms of queries and keys, and an activation that is trained, without a gate."""
+"""Apertus: norms of queries and keys, and an activation that is trained, without a gate."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from typing import Final
 from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ArchSpec
 
-
 _ROOTS: Final = ("model.", "gpt_neox.")  # what is ahead of names where a head is beside it
 
 

@@ -1,4 +1,4 @@
-"""Cohere's Command R and R7B: attention and MLP side by side, behind one LayerNorm."""
+"""Cohere's Command R, R+ and R7B: attention and MLP side by side, behind one LayerNorm."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from onnxport.graphs.spec import ArchSpec
 
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
+_NORMS: Final = "use_qk_norm"
 # Keys of published files that say what transformers computes without reading them.
 _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
     "order_of_interleaved_layers": ("local_attn_first",),
@@ -24,18 +25,24 @@ _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_gated_activation": (True,),
     "use_parallel_block": (True,),
     "use_parallel_embedding": (True, False),  # how a vocabulary is shared by devices
-    "use_qk_norm": (False,),
 }
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Command R: every layer sees all, and rotates."""
+    """Command R and R+: every layer sees all, and rotates; R+ has norms of queries and keys."""
     config.ignore("model_max_length")  # of the tokenizer; positions end before
-    return _parallel(config, family="cohere", context_length=context_length, theta=500_000.0)
+    return _parallel(
+        config,
+        family="cohere",
+        qk_norm=config.get(_NORMS, bool, False),
+        context_length=context_length,
+        theta=500_000.0,
+    )
 
 
 def read_spec_with_windows(config: Config, context_length: int | None) -> ArchSpec:
     """Command R7B and A: layers with a window rotate, and every fourth sees all and does not."""
+    check_choice(config, {_NORMS: (False,)})
     windows = windows_by_type(
         config,
         config.get("sliding_window", int, None if config.is_null("sliding_window") else 4096),
@@ -61,6 +68,7 @@ def _parallel(config: Config, **differences: Any) -> ArchSpec:
     return replace(
         check_heads(config, spec),
         layer_norms=True,
+        apart_qk_norm=spec.qk_norm or None,
         parallel_layers=True,
         logits_scale=scale,
         rope=replace(spec.rope, interleaved=True),

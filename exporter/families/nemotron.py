@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, and Minitron: LayerNorms whose weights lack one, no gate, half of heads rotates."""
+"""Nemotron 3 and 4, and Minitron: LayerNorms whose weights are stored less one, and no gate."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """StarCoder2: biases unless told otherwise; a `sliding_window` for all layers, if there is one."""
+    """StarCoder2: biases unless told otherwise; a `sliding_window` of all layers, if any."""
     check_choice(config, _KNOWN)
     config.ignore("embedding_dropout", "layer_norm_epsilon")  # the norms' is norm_epsilon
     biased = config.get("use_bias", bool, True)

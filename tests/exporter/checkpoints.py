@@ -536,8 +536,8 @@ CASES: Mapping[str, Case] = {
         "stablelm",
         {
             "use_parallel_residual": True,
+            "qk_layernorm": True,
             "partial_rotary_factor": 1.0,
-            "num_key_value_heads": 4,
             "tie_word_embeddings": True,
         },
     ),
@@ -576,6 +576,11 @@ CASES: Mapping[str, Case] = {
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
+        torch.bfloat16,
+    ),
+    "cohere-norms": Case(  # as Command R+: each head of queries and keys has a norm of its own
+        "cohere",
+        {"hidden_size": 128, "use_qk_norm": True, "layer_norm_eps": 0.05, "logit_scale": 2.0},
         torch.bfloat16,
     ),
     "cohere2": Case(  # layers that see all rotate nothing

@@ -25,6 +25,7 @@ FAST = {
     "afmoe",
     "apertus",
     "arcee",
+    "cohere-norms",
     "cohere2",
     "deepseek-v2",
     "deepseek-v3",
