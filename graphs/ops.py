@@ -123,20 +123,23 @@ class Xielu:
 def xielu(g: GraphBuilder, x: str, numbers: Xielu, dtype: int) -> str:
     """`p x² + beta x` of positive x, `n (exp(min(x, eps)) - 1 - x) + beta x` of others.
 
-    arXiv:2411.13010; `p = softplus(alpha_p)` and `n = beta + softplus(alpha_n)`.
+    arXiv:2411.13010; `p = softplus(alpha_p)` and `n = beta + softplus(alpha_n)`. There is no Elu in
+    it: ONNX Runtime's gives the last numbers of a range of some width other bits than the first.
     """
 
-    def number(value: str) -> str:
-        return value if dtype == TensorProto.FLOAT else cast(g, value, dtype, f"{value}.cast")
+    def number(value: str, name: str) -> str:
+        return value if dtype == TensorProto.FLOAT else cast(g, value, dtype, f"{name}.cast")
 
-    p = number(g.node("Softplus", [numbers.alpha_p], name="p"))
+    p = number(g.node("Softplus", [numbers.alpha_p], name="p"), "p")
     part = g.node("Softplus", [numbers.alpha_n], name="n.softplus")
-    n = number(g.node("Add", [part, numbers.beta], name="n"))
-    beta, eps = number(numbers.beta), number(numbers.eps)
-    zero = g.constant(np.zeros((), helper.tensor_dtype_to_np_dtype(dtype)), "zero")
+    n = number(g.node("Add", [part, numbers.beta], name="n"), "n")
+    beta, eps = number(numbers.beta, "beta"), number(numbers.eps, "eps")
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    zero, one = g.constant(np.zeros((), kind), "zero"), g.constant(np.ones((), kind), "one")
     is_positive = g.node("Greater", [x, zero], name="is_positive")
     squared = g.node("Mul", [g.node("Mul", [x, x], name="square"), p], name="curve")
-    less_one = g.node("Elu", [g.node("Min", [x, eps], name="below")], name="elu")
+    power = g.node("Exp", [g.node("Min", [x, eps], name="below")], name="power")
+    less_one = g.node("Sub", [power, one], name="less_one")
     bent = g.node("Mul", [g.node("Sub", [less_one, x], name="bend"), n], name="bent")
     curved = g.node("Where", [is_positive, squared, bent], name="curved")
     return g.node("Add", [curved, g.node("Mul", [x, beta], name="slope")], name="xielu")
