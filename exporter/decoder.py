@@ -223,7 +223,7 @@ class _Decoder:
         heads = ops.reshape(g, x, (*self.leading, -1, head), f"{name}.heads")
         ones = g.constant(np.ones(head, kind), "ones")
         normed = ops.layer_norm(g, heads, ones, self.spec.inner_eps, name)
-        weight = g.weight(stored.view(role, (size // head, head)))
+        weight = g.weight(stored.view(stored.name, (size // head, head)))
         scaled = g.node("Mul", [normed, weight], name=f"{name}.scaled")
         return ops.reshape(g, scaled, (*self.leading, size), f"{name}.join")
 
