@@ -127,7 +127,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
     {
-        *("glm", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
+        *("glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
         *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
     }
 )

@@ -23,7 +23,8 @@ _LLAMA: Final = (
     *("dots1", "ernie4_5_moe", "glm", "glm4_moe", "granitemoe", "granitemoeshared", "helium"),
     *("ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
     *("seed_oss", "solar_open"),
-    *("apertus", "arcee", "gpt_neox", "nemotron", "phi", "stablelm", "starcoder2"),
+    *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
+    "starcoder2",
 )
 _TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}
 

@@ -38,6 +38,11 @@ _APART: Final[_Modules] = {
     **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
     **{f"mlp.{name}": (name,) for name in PROJECTIONS[4:]},
 }
+_GLM: Final[_Modules] = {
+    **{name: one for name, one in _APART.items() if name.startswith("self_attn.")},
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.down_proj": ("down_proj",),
+}
 _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not a projection each
     "phi3": {
         "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -45,11 +50,8 @@ _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not 
         "mlp.gate_up_proj": ("gate_proj", "up_proj"),
         "mlp.down_proj": ("down_proj",),
     },
-    "glm": {
-        **{name: one for name, one in _APART.items() if name.startswith("self_attn.")},
-        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-        "mlp.down_proj": ("down_proj",),
-    },
+    "glm": _GLM,
+    "glm4": _GLM,
     "phi": {
         **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
         "self_attn.dense": ("o_proj",),

@@ -382,6 +382,22 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "glm4": Case("glm4", {"head_dim": 32, "pad_token_id": 0, "rms_norm_eps": 0.05}, torch.bfloat16),
+    "flex-olmo": Case(
+        "flex_olmo", {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}, torch.bfloat16
+    ),
+    "flex-olmo-biases": Case(
+        "flex_olmo",
+        {
+            "num_key_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
     "glm4-moe": Case(
         "glm4_moe",
         {

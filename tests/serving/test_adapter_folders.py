@@ -102,7 +102,7 @@ def test_experts_are_not_adapted_but_the_rest_of_their_layers_is(tmp_path: Path)
         read_adapter(tmp_path, base)
 
 
-@pytest.mark.parametrize(("family", "count"), [("phi3", 2), ("glm", 1)])
+@pytest.mark.parametrize(("family", "count"), [("phi3", 2), ("glm", 1), ("glm4", 1)])
 def test_modules_that_compute_several_projections(tmp_path: Path, family: str, count: int) -> None:
     """Phi-3's and GLM's: each projection gets its rows of B, and A is shared."""
     base = replace(WIDER, family=family)
