@@ -24,7 +24,7 @@ _LLAMA: Final = (
     *("ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
     *("seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
-    "starcoder2",
+    *("internlm3", "starcoder2"),
 )
 _TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}
 

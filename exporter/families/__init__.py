@@ -29,6 +29,7 @@ from onnxport.exporter.families import (
     granite,
     helium,
     hunyuan,
+    internlm3,
     llama,
     minimax_m2,
     ministral3,
@@ -83,6 +84,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     helium.FAMILY,
     hunyuan.FAMILY,
     hunyuan.WITH_EXPERTS,
+    internlm3.FAMILY,
     llama.FAMILY,
     minimax_m2.FAMILY,
     ministral3.FAMILY,
@@ -125,6 +127,8 @@ def find_family(config: Config) -> Family:
     """
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:
+        if family.computed_by in config.architectures and model_type == family.name:
+            return family
         if {family.architecture, family.base} & {*config.architectures}:
             if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(

@@ -269,6 +269,17 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "internlm3": Case("internlm3", {"head_dim": 32}, torch.bfloat16),
+    "internlm3-biases": Case(
+        "internlm3",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama": Case("llama"),
     "llama-mha": Case("llama", {"num_key_value_heads": 4}, torch.bfloat16),
     "llama-mqa-biases": Case(

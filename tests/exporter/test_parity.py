@@ -42,6 +42,7 @@ FAST = {
     "granitemoe",
     "hunyuan",
     "hunyuan-moe",
+    "internlm3-biases",
     "llama",
     "llama-mqa-biases",
     "minimax-m2",
