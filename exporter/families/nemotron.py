@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from onnxport.errors import CheckpointError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.ungatedconfig import ungated_spec
 from onnxport.graphs.spec import ArchSpec
+
+# What published files call partial_rotary_factor besides; transformers does not read it.
+_PARTS: Final = ("rope_percent", "rope_percentage")
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -25,6 +29,14 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         partial_rotary_factor=0.5,
         epsilon="norm_eps",
     )
+    for name in _PARTS:
+        part = config.get(name, float, None)
+        if part is not None and int(spec.head_size * part) != spec.rope.rotary_dim:
+            raise CheckpointError(
+                f"{config.path}: {name} is {part}, and {spec.rope.rotary_dim} of "
+                f"{spec.head_size} channels rotate; these contradict each other, unless "
+                "partial_rotary_factor is the same number."
+            )
     return replace(spec, layer_norms=True, norm_biases=True)
 
 

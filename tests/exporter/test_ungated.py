@@ -259,7 +259,6 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
         ({**ARCEE, "hidden_act": "xielu"}, "hidden_act is 'xielu'"),
         ({**ARCEE, "partial_rotary_factor": 0.5}, "64 of 128 channels"),
         ({**ARCEE, "sliding_window": 4096}, "sliding_window"),
-        ({**NEMOTRON, "rope_percent": 0.5}, "rope_percent"),
         ({**APERTUS, "post_norm": True}, "post_norm is True"),
         ({**APERTUS, "qk_norm": False}, "qk_norm is False"),
         ({**APERTUS, "mlp_bias": True}, "mlp_bias"),
@@ -287,6 +286,10 @@ def test_names_of_one_number_that_differ_make_no_sense() -> None:
         read({**PYTHIA, "partial_rotary_factor": 1.0})
     with pytest.raises(CheckpointError, match=r"rotary_emb_base is 20000.0 and rope_theta is 500"):
         read({**PYTHIA, "rope_theta": 500.0})
+    assert read({**NEMOTRON, "rope_percent": 0.5}) == read(NEMOTRON)
+    assert read(without({**NEMOTRON, "rope_percentage": 0.5}, "partial_rotary_factor"))
+    with pytest.raises(CheckpointError, match=r"rope_percent is 1.0, and 64 of 128 channels"):
+        read({**NEMOTRON, "rope_percent": 1.0})
     with pytest.raises(CheckpointError, match="lacks the key 'norm_eps'"):
         read(without(NEMOTRON, "norm_eps"))
 
