@@ -49,7 +49,7 @@ ONCE: Final = (
     ("ernie-biases", "int8"),
     ("ernie-moe", "int8"),
     ("exaone4", "int4"),
-    ("flex-olmo", "int4"),
+    ("flex-olmo", "fp16"),
     ("gemma2", "int8"),
     ("gemma3", "int8"),
     ("glm", "int4"),
