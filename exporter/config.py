@@ -127,14 +127,8 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
     {
-        "bamba",
-        "glm",
-        "glm4_moe",
-        "minimax_m2",
-        "phi3",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
+        *("bamba", "glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi", "phi3"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
     }
 )
 
@@ -371,6 +365,19 @@ def _hidden_act(config: Config) -> str:
     if found not in {"silu", "swish"}:  # two names of one function
         raise UnsupportedModelError(f"{config.path}: hidden_act is {found!r}; supported is 'silu'.")
     return "silu"
+
+
+def check_heads(config: Config, spec: ArchSpec) -> ArchSpec:
+    """The spec, if heads share the width of a token, as transformers computes it of some families.
+
+    Raises UnsupportedModelError.
+    """
+    if spec.q_size != spec.hidden_size:
+        raise UnsupportedModelError(
+            f"{config.path}: head_dim is {spec.head_size}; supported is hidden_size / "
+            "num_attention_heads, which is what transformers computes here."
+        )
+    return spec
 
 
 def layer_windows(config: Config) -> tuple[int | None, ...]:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from onnxport.exporter.draft_inputs import declare_states, normed_features
 from onnxport.exporter.graph_parts import (
@@ -32,7 +32,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, XIELU
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.space_batch import scan_by_rows
 from onnxport.exporter.space_layer import (
@@ -55,13 +55,14 @@ from onnxport.graphs.tensors import TensorRef
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
 
-Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
-
 _ACTIVATIONS: Final[Mapping[str, Callable[[GraphBuilder, str], str]]] = {
     "silu": ops.silu,
+    "gelu": ops.gelu,
     "gelu_tanh": ops.gelu_tanh,
     "relu2": ops.relu_squared,
 }
+
+Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,12 @@ class _Decoder:
                 attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
-                    if spec.parallel_layers:
+                    if spec.parallel_layers and not spec.parallel_norms:
                         read = select(read)
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 if spec.parallel_layers:
+                    if spec.parallel_norms:
+                        read, hidden = self.read(hidden, "", f"layers.{layer}.post_norm")
                     delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
                     continue
                 if not spec.has_mlp(layer):
@@ -160,7 +163,9 @@ class _Decoder:
         if self.spec.layer_norms:
             if delta:
                 hidden = self.g.node("Add", [hidden, delta], name="residual")
-            return ops.layer_norm(self.g, hidden, weight, epsilon, name), hidden
+            stored = self.weights.vectors.get(f"{role}_bias")
+            bias = "" if stored is None else self.g.weight(stored)
+            return ops.layer_norm(self.g, hidden, weight, epsilon, name, bias), hidden
         if not delta:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
@@ -213,8 +218,10 @@ class _Decoder:
         return q, k, v
 
     def head_norm(self, x: str, role: str, size: int) -> str:
-        """RMSNorm over each head of x [..., size], or over all of it."""
+        """A norm over each head of x [..., size], or over all of it."""
         g, name = self.g, role.rpartition(".")[2]
+        if self.spec.apart_qk_norm:
+            return self.apart_norm(x, role, size)
         weight = g.weight(self.weights.vectors[role])
         if self.spec.whole_qk_norm:
             return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
@@ -222,9 +229,24 @@ class _Decoder:
         normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
+    def apart_norm(self, x: str, role: str, size: int) -> str:
+        """LayerNorm over each head of x [..., size], each with a weight of its own."""
+        g, name, head = self.g, role.rpartition(".")[2], self.spec.head_size
+        stored = self.weights.vectors[role]
+        kind = helper.tensor_dtype_to_np_dtype(stored.data_type)
+        heads = ops.reshape(g, x, (*self.leading, -1, head), f"{name}.heads")
+        ones = g.constant(np.ones(head, kind), "ones")
+        normed = ops.layer_norm(g, heads, ones, self.spec.inner_eps, name)
+        weight = g.weight(stored.view(stored.name, (size // head, head)))
+        scaled = g.node("Mul", [normed, weight], name=f"{name}.scaled")
+        return ops.reshape(g, scaled, (*self.leading, size), f"{name}.join")
+
     def mlp(self, layer: int, x: str) -> str:
-        """What the feed-forward layer adds, `down(act(gate) * up)` or that of experts."""
+        """What the feed-forward layer adds, with a gate or without, or that of experts."""
         experts, role = self.spec.experts_of(layer), f"layers.{layer}"
+        if self.spec.ungated:
+            up = self.activate(layer, self.linear(f"{role}.up", x))
+            return self.output(f"{role}.down", self.linear(f"{role}.down", up))
         if experts is None:
             return self.output(f"{role}.down", self.dense(role, x))
         added = self.experts(layer, experts, x)
@@ -232,14 +254,21 @@ class _Decoder:
             added = self.g.node("Add", [added, self.shared(layer, experts, x)], name="added")
         return self.output(f"{role}.down", added)
 
+    def activate(self, layer: int, x: str) -> str:
+        """The activation of a feed-forward layer without a gate."""
+        g, weights = self.g, self.weights
+        if self.spec.hidden_act != "xielu":
+            return _ACTIVATIONS[self.spec.hidden_act](g, x)
+        stored = (weights.vectors[f"layers.{layer}.{name}"] for name in XIELU)
+        numbers = ops.Xielu(*(g.weight(one.view(one.name, ())) for one in stored))
+        return ops.xielu(g, x, numbers, activation_dtype(weights))
+
     def dense(self, role: str, x: str) -> str:
-        """One feed-forward layer."""
-        g, activate = self.g, _ACTIVATIONS[self.spec.hidden_act]
-        if self.spec.ungated:
-            return self.linear(f"{role}.down", activate(g, self.linear(f"{role}.up", x)))
+        """One feed-forward layer with a gate."""
+        g = self.g
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        gated = g.node("Mul", [activate(g, gate), up], name="gated")
+        gated = g.node("Mul", [_ACTIVATIONS[self.spec.hidden_act](g, gate), up], name="gated")
         return self.linear(f"{role}.down", gated)
 
     def shared(self, layer: int, experts: ExpertsSpec, x: str) -> str:

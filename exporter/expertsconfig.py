@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.spec import ArchSpec
 
+# Keys of DeepSeek's and GLM's: how many layers behind the last guess tokens behind the next one.
+FURTHER_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_layers")
 _COUNTS: Final = ("num_experts", "num_local_experts")
 # Keys of DeepSeek's that say how experts are chosen, and what is done here: of one key the first
 # value is what holds where it is absent.
@@ -58,6 +62,12 @@ def experts_spec(
         )
     except ValueError as error:
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
+
+
+def with_experts(spec: ArchSpec, experts: ExpertsSpec) -> ArchSpec:
+    """A model with these experts, or as it is where its configuration gives no layer some."""
+    has_some = experts.layers is None or any(experts.layers)
+    return replace(spec, experts=experts) if has_some else spec
 
 
 def corrected_experts(

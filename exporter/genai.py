@@ -42,6 +42,8 @@ _LLAMA: Final = (
         "qwen3_next",
     ),
     *("seed_oss", "solar_open"),
+    *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
+    *("internlm3", "starcoder2"),
 )
 _TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}
 

@@ -4,11 +4,13 @@ A weight is named by its role: `embedding`, `final_norm`, `head`, and for each l
 `layers.N.{input_norm, qkv, q_norm, k_norm, sinks, o, o_norm, post_norm, gate_up, down, down_norm}`,
 (where attention is of latents `qkv`, `q_latent_norm`, `q_b`, `latent_norm`, `k_up` and `v_up`),
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
-`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Without a gate
-`gate_up` is `up`. Gated attention has `attention_gate` besides, and a layer without attention
-`linear.{qkv, z, ba, conv, a_log, dt_bias, norm}` for `qkv` and its norms; or, where it is a state
-space, `linear.{z, mixed, dt, conv, conv_bias, a_log, dt_bias, skip, norm}`. A draft head has
-`features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides.
+`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
+has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
+dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
+conv_bias, a_log, dt_bias, skip, norm}`. A draft head has `features`, `joint_norm` or
+`apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms may have biases, `final_norm_bias`
+and so on. A feed-forward layer without a gate has `up` for `gate_up`, and `alpha_p`, `alpha_n`,
+`beta` and `eps` of an xIELU.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
@@ -32,6 +35,7 @@ HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
 FEATURES: Final = "features"
+XIELU: Final = ("alpha_p", "alpha_n", "beta", "eps")
 EXPERTS: Final = (".experts.gate_up", ".experts.down")  # what roles of experts end in
 
 _Names = tuple[str, ...]
@@ -54,6 +58,7 @@ class MatrixPlan:
     parts: tuple[Part, ...]
     columns: int
     biases: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of rows as stored: tensors, shapes
+    biases_by_parts: bool = False  # of one tensor: those of a part are where its rows are
     scale: float = 1.0  # what all of it is multiplied with
     interleaved: bool = False  # rows of each two parts, which have as many, take turns
     in_turns: bool = False  # rows of gate and up take turns in each part
@@ -67,6 +72,12 @@ class MatrixPlan:
     def rows(self) -> int:
         """Output features."""
         return sum(part.rows for part in self.parts)
+
+    def as_stored(self, biases: NDArray[Any]) -> NDArray[Any]:
+        """Biases of the checkpoint in the order of rows, [rows]."""
+        if not self.biases_by_parts:
+            return biases
+        return np.concatenate([biases[one.first : one.first + one.rows] for one in self.parts])
 
     def by_parts(self, values: NDArray[Any]) -> NDArray[Any]:
         """Values of the rows as they are stored, [rows], where parts lie below each other."""
@@ -84,6 +95,12 @@ class VectorPlan:
     offset: float = 0.0  # what is added to it
     scale: float = 1.0  # what the sum is multiplied with
     is_exact: bool = False  # it is stored in float32, whatever activations are
+    more: tuple[str, ...] = ()  # tensors of the same shape that lie behind it
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All of them, in order."""
+        return self.tensor, *self.more
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +118,19 @@ class WeightPlan:
                 {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
             )
             shapes.update(matrix.biases)
-        shapes.update({vector.tensor: vector.shape for vector in self.vectors.values()})
+        shapes.update(
+            {name: vector.shape for vector in self.vectors.values() for name in vector.tensors}
+        )
         return shapes
 
 
 def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     """Name every tensor that `spec` calls for."""
     embedding = MatrixPlan((Part(names.embedding, spec.vocab_size),), spec.hidden_size)
-    head = MatrixPlan((Part(names.head, spec.num_logits),), spec.hidden_size)
+    biases = ((_bias(names.head), (spec.num_logits,)),) if spec.head_bias else ()
+    head = MatrixPlan((Part(names.head, spec.num_logits),), spec.hidden_size, biases)
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
-    vectors = {FINAL_NORM: _norm(names, names.final_norm, spec.hidden_size, spec.logits_scale)}
+    vectors = _with_bias(spec, names, FINAL_NORM, names.final_norm, spec.logits_scale)
     if spec.draft is not None:
         matrices[FEATURES] = _stacked(
             "", (names.features,), (spec.hidden_size,), spec.draft.features, biased=False
@@ -121,8 +141,10 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         prefix, behind = _prefixes(spec, names, layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
-        if spec.has_mlp(layer) and not spec.raw_inputs and not spec.parallel_layers:
-            vectors[role + "post_norm"] = _norm(names, behind + names.post_norm, spec.hidden_size)
+        own_norm = spec.parallel_norms or not spec.parallel_layers
+        if spec.has_mlp(layer) and not spec.raw_inputs and own_norm:
+            tensor = behind + names.post_norm
+            vectors.update(_with_bias(spec, names, role + "post_norm", tensor))
         if isinstance(spec.linear, StateSpaceSpec) and spec.is_linear(layer):
             vectors.update(_space_vectors(spec.linear, names, role, prefix))
             matrices.update(_space_matrices(spec, spec.linear, names, role, prefix))
@@ -134,8 +156,11 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             vectors.update(_head_vectors(spec, names, role, prefix))
             width = spec.attention_inputs(layer)
             matrices.update(_attention_matrices(spec, names, role, prefix, width))
-        if experts is None and spec.has_mlp(layer):
-            parts = ((names.up,) if spec.ungated else names.gate_up, names.down)
+        if spec.ungated and spec.has_mlp(layer):
+            vectors.update(_activation_vectors(spec, names, role, behind))
+            matrices.update(_ungated(spec, names, role, behind))
+        elif experts is None and spec.has_mlp(layer):
+            parts = (names.gate_up, names.down)
             matrices.update(_feed_forward(spec, role, behind, parts, spec.intermediate_size))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
@@ -156,6 +181,45 @@ def _prefixes(spec: ArchSpec, names: TensorNames, layer: int) -> tuple[str, str]
 
 def _norm(names: TensorNames, tensor: str, size: int, scale: float | None = None) -> VectorPlan:
     return VectorPlan(tensor, (size,), names.norm_offset, 1.0 if scale is None else scale)
+
+
+def _with_bias(
+    spec: ArchSpec, names: TensorNames, role: str, tensor: str, scale: float | None = None
+) -> dict[str, VectorPlan]:
+    """A norm of the residual stream, and its bias if norms have one; both are times the scale."""
+    size = spec.hidden_size
+    found = {role: _norm(names, tensor, size, scale)}
+    if spec.norm_biases:
+        found[f"{role}_bias"] = VectorPlan(_bias(tensor), (size,), scale=scale or 1.0)
+    return found
+
+
+def _bias(tensor: str) -> str:
+    """The bias beside a weight."""
+    return f"{tensor.removesuffix('weight')}bias"
+
+
+def _activation_vectors(
+    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """The numbers of an activation that is trained."""
+    if spec.hidden_act != "xielu":
+        return {}
+    start = prefix + names.activation
+    shapes: Mapping[str, tuple[int, ...]] = {"beta": (), "eps": ()}  # alphas are [1]
+    return {
+        role + one: VectorPlan(start + one, shapes.get(one, (1,)), is_exact=True) for one in XIELU
+    }
+
+
+def _ungated(spec: ArchSpec, names: TensorNames, role: str, prefix: str) -> dict[str, MatrixPlan]:
+    """Up and down of a feed-forward layer without a gate."""
+    hidden, size, biased = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    down = _stacked(prefix, names.down, (hidden,), size, biased=biased)
+    return {
+        role + "up": _stacked(prefix, (names.up,), (size,), hidden, biased=biased),
+        role + "down": replace(down, scale=spec.output_scale),
+    }
 
 
 def _draft_norms(hidden: int, draft: DraftSpec, names: TensorNames) -> dict[str, VectorPlan]:
@@ -181,7 +245,7 @@ def _layer_norms(
             tensor = prefix + names.latent_q_norm
             found["q_latent_norm"] = _norm(names, tensor, spec.latent.query_rank)
     if not spec.raw_inputs:
-        found["input_norm"] = _norm(names, prefix + names.input_norm, spec.hidden_size)
+        found |= _with_bias(spec, names, "input_norm", prefix + names.input_norm)
     if spec.output_norms:
         for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
             found[name] = _norm(names, prefix + tensor, spec.hidden_size, spec.residual_scale)
@@ -193,13 +257,24 @@ def _head_vectors(
 ) -> dict[str, VectorPlan]:
     """Norms of queries and keys, and sinks, of a layer with attention."""
     found = {}
-    if spec.qk_norm:
+    if spec.apart_qk_norm:
+        found["q_norm"] = _apart_norm(prefix + names.q_norm, spec.num_heads, spec.head_size)
+        found["k_norm"] = _apart_norm(prefix + names.k_norm, spec.num_kv_heads, spec.head_size)
+    elif spec.qk_norm:
         sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
         found["q_norm"] = _norm(names, prefix + names.q_norm, sizes[0])
         found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
     if spec.attention_sinks:
         found["sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
     return {role + name: vector for name, vector in found.items()}
+
+
+def _apart_norm(tensor: str, heads: int, size: int) -> VectorPlan:
+    """The weights of each head's norm, in one tensor, or with "{}" for the head in one of each."""
+    if "{}" not in tensor:
+        return VectorPlan(tensor, (heads, size))
+    first, *others = (tensor.format(head) for head in range(heads))
+    return VectorPlan(first, (size,), more=tuple(others))
 
 
 def _attention_matrices(
@@ -214,7 +289,13 @@ def _attention_matrices(
     if spec.latent is not None:
         return found | _latent_matrices(spec, spec.latent, names, role, prefix)
     widths = (spec.q_size, spec.kv_size, spec.kv_size)
-    if not spec.attention_gate or names.attention_gate is not None:
+    if names.qkv_by_head:
+        tensor = f"{prefix}{names.qkv[0]}.weight"
+        kinds = _by_head(tensor, spec.num_heads, (spec.head_size,) * 3, inputs)
+        biases = ((_bias(tensor), (spec.qkv_size,)),) if spec.qkv_bias else ()
+        parts = tuple(part for kind in kinds for part in kind)
+        found[role + "qkv"] = MatrixPlan(parts, inputs, biases, biases_by_parts=bool(biases))
+    elif not spec.attention_gate or names.attention_gate is not None:
         qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
         found[role + "qkv"] = qkv
     if not spec.attention_gate:

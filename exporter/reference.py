@@ -6,18 +6,18 @@ checkpoint while that is being exported, and over a model larger than memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
+from onnxport.exporter.activations import ACTIVATIONS, sigmoid, silu, xielu
 from onnxport.exporter.linear_reference import convolve, delta_net, softplus, state_space
+from onnxport.exporter.plan import XIELU
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
-from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 
 Array = NDArray[np.float32]
@@ -132,8 +132,11 @@ def _normed(
         projected = weights.linear(f"layers.{layer}.o", attended)
         added = _output(spec, weights, f"layers.{layer}.o", projected)
         if spec.parallel_layers:
-            rows = logits_indices if layer == spec.num_layers - 1 else slice(None)
-            hidden = hidden + added + _feed_forward(spec, layer, weights, read[rows])
+            if spec.parallel_norms:
+                read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
+            elif layer == spec.num_layers - 1:
+                read = read[logits_indices]
+            hidden = hidden + added + _feed_forward(spec, layer, weights, read)
             continue
         hidden = hidden + added
         if not spec.has_mlp(layer):
@@ -177,13 +180,17 @@ def _norm(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Ar
     """The residual stream, normalized; [num_tokens, hidden]."""
     if spec.layer_norms:
         hidden = hidden - hidden.mean(-1, keepdims=True)
-    return _rms_norm(hidden, weights.vector(role), spec.rms_norm_eps)
+    normed = _rms_norm(hidden, weights.vector(role), spec.rms_norm_eps)
+    return normed + weights.vector(f"{role}_bias") if spec.norm_biases else normed
 
 
 def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
     """What the feed-forward layer adds; [num_tokens, hidden]."""
     experts, prefix = spec.experts_of(layer), f"layers.{layer}."
-    if experts is None:
+    if spec.ungated:
+        up = _activated(spec, prefix, weights, weights.linear(prefix + "up", x))
+        output = weights.linear(prefix + "down", up)
+    elif experts is None:
         output = _dense(spec, prefix, weights, x)
     else:
         logits = weights.linear(prefix + "router", x)
@@ -196,18 +203,22 @@ def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -
         if experts.shared_size is not None:
             shared = _dense(spec, f"{prefix}shared.", weights, x)
             if experts.shared_gated:
-                shared *= _sigmoid(weights.linear(f"{prefix}shared.gate", x))
+                shared *= sigmoid(weights.linear(f"{prefix}shared.gate", x))
             output = output + shared
     return _output(spec, weights, prefix + "down", output)
 
 
 def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
-    """One feed-forward layer; [num_tokens, hidden]."""
-    if spec.ungated:
-        activated = _ACTIVATIONS[spec.hidden_act](weights.linear(prefix + "up", x))
-        return weights.linear(prefix + "down", activated)
+    """One feed-forward layer with a gate; [num_tokens, hidden]."""
     gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
-    return weights.linear(prefix + "down", _ACTIVATIONS[spec.hidden_act](gate) * up)
+    return weights.linear(prefix + "down", ACTIVATIONS[spec.hidden_act](gate) * up)
+
+
+def _activated(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
+    """The activation of a feed-forward layer without a gate."""
+    if spec.hidden_act == "xielu":
+        return xielu(x, *(weights.vector(prefix + name) for name in XIELU))
+    return ACTIVATIONS[spec.hidden_act](x)
 
 
 def _gated(experts: ExpertsSpec, gate: Array, up: Array) -> Array:
@@ -216,13 +227,13 @@ def _gated(experts: ExpertsSpec, gate: Array, up: Array) -> Array:
         limit = np.float32(experts.limit)
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     alpha, offset = np.float32(experts.alpha or 1), np.float32(experts.up_offset or 0)
-    return _silu(alpha * gate) / alpha * (up + offset)
+    return silu(alpha * gate) / alpha * (up + offset)
 
 
 def _routing(experts: ExpertsSpec, logits: Array, correction: Array | None) -> Array:
     """What each expert's output is multiplied with, 0 for most; [num_tokens, experts]."""
     if experts.sigmoid:
-        scores = _sigmoid(logits)
+        scores = sigmoid(logits)
     else:
         exponentials = np.exp(logits - logits.max(-1, keepdims=True))
         scores = exponentials / exponentials.sum(-1, keepdims=True)
@@ -266,7 +277,7 @@ def _attend(
         heads = _of_heads(spec, layer, weights, x, tables)
     result = _mixed(spec, layer, weights, *heads)
     if spec.attention_gate:
-        result *= _sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
+        result *= sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
     return result
 
 
@@ -284,7 +295,11 @@ def _of_heads(
     if spec.qk_norm:
         for at, name in enumerate(("q_norm", "k_norm")):
             normed = whole[at] if spec.whole_qk_norm else heads[at]
-            normed = _rms_norm(normed, weights.vector(f"layers.{layer}.{name}"), spec.inner_eps)
+            weight = weights.vector(f"layers.{layer}.{name}")
+            if spec.apart_qk_norm:
+                normed = normed - normed.mean(-1, keepdims=True)
+                weight = weight.reshape(-1, spec.head_size)
+            normed = _rms_norm(normed, weight, spec.inner_eps)
             heads[at] = normed.reshape(heads[at].shape)
     q, k, v = heads
     if spec.rotates(layer):
@@ -375,9 +390,9 @@ def _attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array
     kernel = weights.vector(role + "conv").reshape(linear.channels, linear.kernel)
     rate = -np.exp(weights.vector(role + "a_log"))
     decay = np.exp(rate * softplus(decay + weights.vector(role + "dt_bias")))
-    result = delta_net(linear, _silu(convolve(qkv, kernel)), _sigmoid(beta), decay)
+    result = delta_net(linear, silu(convolve(qkv, kernel)), sigmoid(beta), decay)
     result = _rms_norm(result, weights.vector(role + "norm"), spec.rms_norm_eps)
-    gate = _silu(weights.linear(role + "z", x))
+    gate = silu(weights.linear(role + "z", x))
     return result.reshape(gate.shape) * gate
 
 
@@ -393,7 +408,7 @@ def _of_space(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Ar
     values, given, taken = (
         part.reshape(len(x), count, -1)
         for part, count in zip(
-            np.split(_silu(mixed), edges, axis=-1),
+            np.split(silu(mixed), edges, axis=-1),
             (space.heads, space.groups, space.groups),
             strict=True,
         )
@@ -402,7 +417,7 @@ def _of_space(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Ar
     decay = np.exp(-np.exp(weights.vector(role + "a_log")) * steps)
     result = state_space(space, values * steps[..., None], given, taken, decay)
     result = result + values * weights.vector(role + "skip")[:, None]
-    gated = result.reshape(len(x), -1) * _silu(weights.linear(role + "z", x))
+    gated = result.reshape(len(x), -1) * silu(weights.linear(role + "z", x))
     groups = gated.reshape(len(x), space.groups, -1)
     normed = _rms_norm(groups, np.float32(1), spec.inner_eps)
     return normed.reshape(gated.shape) * weights.vector(role + "norm")
@@ -431,35 +446,3 @@ def _rms_norm(x: Array, weight: Array | np.float32, epsilon: float) -> Array:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     normed: Array = x / np.sqrt(mean_square + np.float32(epsilon)) * weight
     return normed
-
-
-def _sigmoid(x: Array) -> Array:
-    with np.errstate(over="ignore"):  # exp(-x) = inf gives the limit, zero
-        y: Array = np.reciprocal(1 + np.exp(-x))
-    return y
-
-
-def _silu(x: Array) -> Array:
-    with np.errstate(over="ignore"):  # exp(-x) = inf gives the limit, zero
-        activated: Array = x / (1 + np.exp(-x))
-    return activated
-
-
-def _relu_squared(x: Array) -> Array:
-    """The square of ReLU (arXiv:2109.08668)."""
-    activated: Array = np.square(np.maximum(x, np.float32(0)))
-    return activated
-
-
-def _gelu_tanh(x: Array) -> Array:
-    """GELU's approximation with tanh (arXiv:1606.08415)."""
-    inner = np.float32(GELU_SCALE) * x * (1 + np.float32(GELU_CUBE) * x * x)
-    activated: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
-    return activated
-
-
-_ACTIVATIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
-    "silu": _silu,
-    "gelu_tanh": _gelu_tanh,
-    "relu2": _relu_squared,
-}

@@ -132,7 +132,7 @@ class StreamingWeights:
         """See `WeightSource`."""
         plan = self._plan.vectors[role]
         self.stored.vectors[role], values = self._store_vector(
-            f"{role}.weight", (plan.tensor,), plan.scale, plan.offset, is_exact=plan.is_exact
+            f"{role}.weight", plan.tensors, plan.scale, plan.offset, is_exact=plan.is_exact
         )
         return values
 
@@ -182,7 +182,7 @@ class StreamingWeights:
         values: Array | None = None
         if plan.biases:
             names = tuple(name for name, _ in plan.biases)
-            bias, values = self._store_vector(f"{role}.bias", names, plan.scale)
+            bias, values = self._store_vector(f"{role}.bias", names, plan.scale, plan=plan)
             values = plan.by_parts(values)
         y = None if product is None else product.result(values)
         if y is not None and plan.in_turns:
@@ -206,8 +206,12 @@ class StreamingWeights:
         offset: float = 0.0,
         *,
         is_exact: bool = False,
+        plan: MatrixPlan | None = None,
     ) -> tuple[TensorRef, Array]:
-        """Store joined vectors, plus an offset, times a scale; returns that as float32."""
+        """Store joined vectors, plus an offset, times a scale; returns that as float32.
+
+        Of biases `plan` says in which order.
+        """
         dtype = np.dtype(np.float32) if is_exact else self._options.activation_dtype
         parts = []
         for tensor in tensors:
@@ -219,6 +223,7 @@ class StreamingWeights:
             values = _times(values, scale)
             parts.append(to_dtype(tensor, values.ravel(), dtype))
         values = np.concatenate(parts)
+        values = values if plan is None else plan.as_stored(values)
         return self._writer.add_weight(name, values), values.astype(np.float32)
 
     def _panels(self, plan: MatrixPlan, block: BlockFormat | None) -> Iterator[_Panel]:

@@ -94,9 +94,11 @@ def projection_shapes(spec: ArchSpec) -> dict[Projection, tuple[int, int]]:
 
 def projections_of(spec: ArchSpec, layer: int) -> tuple[Projection, ...]:
     """The projections of a layer that adapters may add to: not those of experts."""
-    if spec.experts_of(layer) is None:
-        return PROJECTIONS
-    return tuple(name for name in PROJECTIONS if name not in OF_FEED_FORWARD)
+    if spec.experts_of(layer) is not None:
+        return tuple(name for name in PROJECTIONS if name not in OF_FEED_FORWARD)
+    if spec.ungated:
+        return tuple(name for name in PROJECTIONS if name != "gate_proj")
+    return PROJECTIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
@@ -66,11 +66,12 @@ def rms_norm(g: GraphBuilder, x: str, weight: str, epsilon: float, name: str = "
     )
 
 
-def layer_norm(g: GraphBuilder, x: str, weight: str, epsilon: float, name: str = "norm") -> str:
-    """LayerNorm without a bias over the last axis; mean and variance are computed in float32."""
-    return g.node(
-        "LayerNormalization", [x, weight], name=name, axis=-1, epsilon=epsilon, stash_type=1
-    )
+def layer_norm(
+    g: GraphBuilder, x: str, weight: str, epsilon: float, name: str = "norm", bias: str = ""
+) -> str:
+    """LayerNorm over the last axis; mean and variance are computed in float32."""
+    inputs = [x, weight, bias] if bias else [x, weight]
+    return g.node("LayerNormalization", inputs, name=name, axis=-1, epsilon=epsilon, stash_type=1)
 
 
 def skip_rms_norm(
@@ -98,10 +99,50 @@ def gelu_tanh(g: GraphBuilder, x: str) -> str:
     return g.node("Gelu", [x], name="gelu", approximate="tanh")
 
 
+def gelu(g: GraphBuilder, x: str) -> str:
+    """`x / 2 * (1 + erf(x / sqrt(2)))`, arXiv:1606.08415."""
+    return g.node("Gelu", [x], name="gelu", approximate="none")
+
+
 def relu_squared(g: GraphBuilder, x: str) -> str:
     """`max(x, 0)²`, arXiv:2109.08668."""
     positive = g.node("Relu", [x], name="relu")
-    return g.node("Mul", [positive, positive], name="relu2")
+    return g.node("Mul", [positive, positive], name="squared")
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu:
+    """The numbers of a layer's xIELU, each a scalar of float32, as they are trained."""
+
+    alpha_p: str  # the softplus of it is the curvature of what is positive
+    alpha_n: str  # the softplus of it, plus beta, is times what is negative
+    beta: str  # the slope at 0
+    eps: str  # negative; what is above counts as that in the exponential
+
+
+def xielu(g: GraphBuilder, x: str, numbers: Xielu, dtype: int) -> str:
+    """`p x² + beta x` of positive x, `n (exp(min(x, eps)) - 1 - x) + beta x` of others.
+
+    arXiv:2411.13010; `p = softplus(alpha_p)` and `n = beta + softplus(alpha_n)`. There is no Elu in
+    it: ONNX Runtime's gives the last numbers of a range of some width other bits than the first.
+    """
+
+    def number(value: str, name: str) -> str:
+        return value if dtype == TensorProto.FLOAT else cast(g, value, dtype, f"{name}.cast")
+
+    p = number(g.node("Softplus", [numbers.alpha_p], name="p"), "p")
+    part = g.node("Softplus", [numbers.alpha_n], name="n.softplus")
+    n = number(g.node("Add", [part, numbers.beta], name="n"), "n")
+    beta, eps = number(numbers.beta, "beta"), number(numbers.eps, "eps")
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    zero, one = g.constant(np.zeros((), kind), "zero"), g.constant(np.ones((), kind), "one")
+    is_positive = g.node("Greater", [x, zero], name="is_positive")
+    squared = g.node("Mul", [g.node("Mul", [x, x], name="square"), p], name="curve")
+    power = g.node("Exp", [g.node("Min", [x, eps], name="below")], name="power")
+    less_one = g.node("Sub", [power, one], name="less_one")
+    bent = g.node("Mul", [g.node("Sub", [less_one, x], name="bend"), n], name="bent")
+    curved = g.node("Where", [is_positive, squared, bent], name="curved")
+    return g.node("Add", [curved, g.node("Mul", [x, beta], name="slope")], name="xielu")
 
 
 def softcap(g: GraphBuilder, x: str, cap: float, name: str = "softcap") -> str:

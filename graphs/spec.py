@@ -35,7 +35,7 @@ from onnxport.graphs.linear_spec import (
 )
 
 GATES: Final = ("silu", "gelu_tanh")  # activations of feed-forward layers with a gate
-HIDDEN_ACTS: Final = (*GATES, "relu2")
+HIDDEN_ACTS: Final = (*GATES, "gelu", "relu2", "xielu")
 
 # RoPE type -> the optional RopeSpec fields that it needs (the others stay None).
 ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -153,12 +153,18 @@ class ArchSpec:
     latent: LatentSpec | None = None
     linear: LinearSpec | None = None  # of layers without attention; None: all have it
     qk_norm_last: bool | None = None  # norms of heads are behind RoPE; None: ahead of it
-    layer_norms: bool | None = None  # LayerNorm without biases; None: RMSNorm
+    layer_norms: bool | None = None  # LayerNorm; None: RMSNorm
     # Attention and MLP read one norm, and what both make is added at once; None: one after another.
     parallel_layers: bool | None = None
     attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
     ungated: bool | None = None  # feed-forward layers are down(act(up)); None: down(act(gate) * up)
     mlp_layers: tuple[bool, ...] | None = None  # which have a feed-forward layer; None: all
+    norm_biases: bool | None = None  # of LayerNorms; None: without
+    # Of parallel layers: the MLP reads a norm of its own of the same stream; None: attention's.
+    parallel_norms: bool | None = None
+    head_bias: bool | None = None  # logits have biases; None: without
+    # Norms of heads are LayerNorms without biases, each head's with a weight of its own; None: not.
+    apart_qk_norm: bool | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -215,6 +221,7 @@ class ArchSpec:
         self._check_mlp()
         self._check_order()
         self._check_parallel()
+        self._check_ungated()
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
 
@@ -268,35 +275,28 @@ class ArchSpec:
         )
 
     def _check_mlp(self) -> None:
-        """Check what goes with feed-forward layers without gates, and with layers without any."""
+        """Check what goes with layers without a feed-forward layer."""
+        if self.mlp_layers is None:
+            return
         require(
-            self.mlp_layers is None or len(self.mlp_layers) == self.num_layers,
+            len(self.mlp_layers) == self.num_layers,
             f"mlp_layers are {self.mlp_layers} for {self.num_layers} layers",
-        )
-        require(
-            bool(self.ungated) or self.hidden_act in GATES or self.hidden_act not in HIDDEN_ACTS,
-            f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
-            f"one of {GATES}",
         )
         others = {
             "experts": self.experts,
             "draft": self.draft,
             "parallel_layers": self.parallel_layers,
-            "output_norms": self.mlp_layers and self.output_norms,
+            "output_norms": self.output_norms,
         }
-        for name in ("ungated", "mlp_layers"):
-            found = [other for other, one in others.items() if one]
-            require(
-                not (getattr(self, name) and found),
-                f"{name} does not go with {' and '.join(found)}",
-            )
+        found = [other for other, one in others.items() if one]
+        require(not found, f"mlp_layers does not go with {' and '.join(found)}")
 
     def _check_parallel(self) -> None:
         """Check what goes with LayerNorm, and with attention and MLP side by side."""
         others = {
             "raw_inputs": self.raw_inputs,
             "output_norms": self.output_norms,
-            "qk_norm": self.qk_norm and self.layer_norms,
+            "qk_norm": self.qk_norm and self.layer_norms and not self.apart_qk_norm,
             "draft": self.draft,
             "latent": self.latent,
             "linear": self.linear,
@@ -308,14 +308,44 @@ class ArchSpec:
                 f"{name} does not go with {' and '.join(found)}",
             )
 
+        require(
+            bool(self.layer_norms) or not self.norm_biases,
+            "norm_biases needs layer_norms, for other norms have none",
+        )
+        require(
+            bool(self.parallel_layers) or not self.parallel_norms,
+            "parallel_norms needs parallel_layers, for others have both norms anyway",
+        )
+
+        require(
+            not self.apart_qk_norm or (self.qk_norm and not self.whole_qk_norm),
+            f"apart_qk_norm is of norms of each head: qk_norm is {self.qk_norm}, whole_qk_norm is "
+            f"{self.whole_qk_norm}",
+        )
+
+    def _check_ungated(self) -> None:
+        """Check what goes with feed-forward layers without a gate, and with a bias of logits."""
+        require(
+            bool(self.ungated) or self.hidden_act in GATES or self.hidden_act not in HIDDEN_ACTS,
+            f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
+            f"one of {GATES}",
+        )
+        others = {"experts": self.experts, "draft": self.draft}
+        found = [name for name, one in others.items() if one]
+        require(not (self.ungated and found), f"ungated does not go with {' and '.join(found)}")
+        require(
+            not (self.head_bias and (self.tie_word_embeddings or self.draft)),
+            "head_bias needs a head of a model's own; embeddings have no bias",
+        )
+
     def _check_order(self) -> None:
         """Check what goes with norms of queries and keys behind RoPE."""
         if not self.qk_norm_last:
             return
         require(
-            self.qk_norm and not self.whole_qk_norm,
-            f"qk_norm_last is of norms of each head: qk_norm is {self.qk_norm}, whole_qk_norm is "
-            f"{self.whole_qk_norm}",
+            self.qk_norm and not self.whole_qk_norm and not self.apart_qk_norm,
+            f"qk_norm_last is of norms that heads share: qk_norm is {self.qk_norm}, whole_qk_norm "
+            f"is {self.whole_qk_norm}, apart_qk_norm is {self.apart_qk_norm}",
         )
         require(
             self.ropes == (self.rope,) and self.rotated_layers is None,
@@ -522,6 +552,10 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "qk_norm_last": (bool, NONE),
     "layer_norms": (bool, NONE),
     "parallel_layers": (bool, NONE),
+    "norm_biases": (bool, NONE),
+    "parallel_norms": (bool, NONE),
+    "head_bias": (bool, NONE),
+    "apart_qk_norm": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -531,5 +565,6 @@ _LATER: Final = (
     *("experts", "attention_sinks", "stream_scale", "draft"),
     *("latent", "linear", "attention_gate", "qk_norm_last"),
     *("layer_norms", "parallel_layers", "ungated", "mlp_layers"),
+    *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

@@ -9,6 +9,8 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
     afmoe,
+    apertus,
+    arcee,
     bamba,
     cohere,
     deepseek_v2,
@@ -16,25 +18,31 @@ from onnxport.exporter.families import (
     dots1,
     ernie4_5,
     exaone4,
+    flex_olmo,
     gemma2,
     gemma3,
     glm,
+    glm4,
     glm4_moe,
     glm4_moe_lite,
+    gpt_neox,
     gpt_oss,
     granite,
     granite_hybrid,
     helium,
     hunyuan,
+    internlm3,
     llama,
     minimax_m2,
     ministral3,
     mistral,
     mixtral,
+    nemotron,
     nemotron_h,
     olmo2,
     olmo3,
     olmoe,
+    phi,
     phi3,
     qwen2,
     qwen2_moe,
@@ -45,11 +53,15 @@ from onnxport.exporter.families import (
     seed_oss,
     smollm3,
     solar_open,
+    stablelm,
+    starcoder2,
 )
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     afmoe.FAMILY,
+    apertus.FAMILY,
+    arcee.FAMILY,
     bamba.FAMILY,
     cohere.FAMILY,
     cohere.WITH_WINDOWS,
@@ -60,12 +72,15 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ernie4_5.WITH_EXPERTS,
     exaone4.FAMILY,
     exaone4.WITH_EXPERTS,
+    flex_olmo.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
     gemma3.WITH_IMAGES,
     glm.FAMILY,
+    glm4.FAMILY,
     glm4_moe.FAMILY,
     glm4_moe_lite.FAMILY,
+    gpt_neox.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
     granite.WITH_EXPERTS,
@@ -74,16 +89,19 @@ FAMILIES: Final[tuple[Family, ...]] = (
     helium.FAMILY,
     hunyuan.FAMILY,
     hunyuan.WITH_EXPERTS,
+    internlm3.FAMILY,
     llama.FAMILY,
     minimax_m2.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,
     mistral.WITH_IMAGES,
     mixtral.FAMILY,
+    nemotron.FAMILY,
     nemotron_h.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
     olmoe.FAMILY,
+    phi.FAMILY,
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen2_moe.FAMILY,
@@ -97,6 +115,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     seed_oss.FAMILY,
     smollm3.FAMILY,
     solar_open.FAMILY,
+    stablelm.FAMILY,
+    starcoder2.FAMILY,
 )
 
 # Classes of encoders, and of decoders that were made ones.
@@ -113,6 +133,8 @@ def find_family(config: Config) -> Family:
     """
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:
+        if family.computed_by in config.architectures and model_type == family.name:
+            return family
         if {family.architecture, family.base} & {*config.architectures}:
             if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(

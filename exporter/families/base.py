@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ArchSpec
+
+_ROOTS: Final = ("model.", "gpt_neox.")  # what is ahead of names where a head is beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class TensorNames:
     blocks: bool = False  # a layer's feed-forward layer has the number behind that of the others
     input_norm: str = "input_layernorm.weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv_by_head: bool = False  # the one tensor has of each head its query, key and value
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
@@ -42,6 +46,7 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: tuple[str, ...] = ("mlp.down_proj",)
     up: str = "mlp.up_proj"  # of feed-forward layers without a gate
+    activation: str = "mlp.act_fn."  # prefix of the numbers of an xIELU
     router: str = "mlp.gate"
     # With "{}" for the expert, or of one tensor that has all experts.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
@@ -107,6 +112,7 @@ class Family:
     name: str  # transformers' model_type
     other_types: tuple[str, ...] = ()  # what else its checkpoints may have for that
     architecture: str  # transformers' class
+    computed_by: str | None = None  # its class of another family, where that computes this one, too
     spec: Callable[[Config, int | None], ArchSpec]  # (config, context length or None)
     tensors: TensorNames = TensorNames()
     other_layouts: tuple[TensorNames, ...] = ()  # that its checkpoints may have instead
@@ -117,7 +123,8 @@ class Family:
         """The names that a checkpoint with the tensors `found` gives them."""
         layouts = (self.tensors, *self.other_layouts)
         layouts = (*layouts, *map(_without_head, layouts))
-        return next((one for one in layouts if one.fit(found)), self.tensors)
+        fitting = [one for one in layouts if one.fit(found)] or [self.tensors]
+        return next((one for one in fitting if one.head in found), fitting[0])
 
     @property
     def base(self) -> str:
@@ -131,9 +138,10 @@ class Family:
 
 def _without_head(names: TensorNames) -> TensorNames:
     """The names in a model that was saved without its head, and so without the prefix."""
+    prefix = next((one for one in _ROOTS if names.layer.startswith(one)), "")
     return replace(
         names,
-        embedding=names.embedding.removeprefix("model."),
-        final_norm=names.final_norm.removeprefix("model."),
-        layer=names.layer.removeprefix("model."),
+        embedding=names.embedding.removeprefix(prefix),
+        final_norm=names.final_norm.removeprefix(prefix),
+        layer=names.layer.removeprefix(prefix),
     )

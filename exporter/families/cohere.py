@@ -1,4 +1,4 @@
-"""Cohere's Command R and R7B: attention and MLP side by side, behind one LayerNorm."""
+"""Cohere's Command R, R+ and R7B: attention and MLP side by side, behind one LayerNorm."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.errors import CheckpointError
+from onnxport.exporter.config import Config, check_heads, decoder_spec, windows_by_type
 from onnxport.exporter.expertsconfig import check_choice
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
 
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
+_NORMS: Final = "use_qk_norm"
 # Keys of published files that say what transformers computes without reading them.
 _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
     "order_of_interleaved_layers": ("local_attn_first",),
@@ -24,18 +25,24 @@ _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_gated_activation": (True,),
     "use_parallel_block": (True,),
     "use_parallel_embedding": (True, False),  # how a vocabulary is shared by devices
-    "use_qk_norm": (False,),
 }
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Command R: every layer sees all, and rotates."""
+    """Command R and R+: every layer sees all, and rotates; R+ has norms of queries and keys."""
     config.ignore("model_max_length")  # of the tokenizer; positions end before
-    return _parallel(config, family="cohere", context_length=context_length, theta=500_000.0)
+    return _parallel(
+        config,
+        family="cohere",
+        qk_norm=config.get(_NORMS, bool, False),
+        context_length=context_length,
+        theta=500_000.0,
+    )
 
 
 def read_spec_with_windows(config: Config, context_length: int | None) -> ArchSpec:
     """Command R7B and A: layers with a window rotate, and every fourth sees all and does not."""
+    check_choice(config, {_NORMS: (False,)})
     windows = windows_by_type(
         config,
         config.get("sliding_window", int, None if config.is_null("sliding_window") else 4096),
@@ -58,14 +65,10 @@ def _parallel(config: Config, **differences: Any) -> ArchSpec:
     scale = config.get("logit_scale", float, 0.0625)
     if not 0 < scale < math.inf:
         raise CheckpointError(f"{config.path}: logit_scale is {scale}; it must be above 0.")
-    if spec.q_size != spec.hidden_size:
-        raise UnsupportedModelError(
-            f"{config.path}: head_dim is {spec.head_size}; supported is hidden_size / "
-            "num_attention_heads, which is what transformers computes here."
-        )
     return replace(
-        spec,
+        check_heads(config, spec),
         layer_norms=True,
+        apart_qk_norm=spec.qk_norm or None,
         parallel_layers=True,
         logits_scale=scale,
         rope=replace(spec.rope, interleaved=True),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from onnxport.exporter.config import Config
-from onnxport.exporter.expertsconfig import softmax_experts
+from onnxport.exporter.expertsconfig import softmax_experts, with_experts
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.latentconfig import latent_spec
 from onnxport.graphs.latent_spec import LatentSpec
@@ -27,7 +26,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         context_length=context_length,
     )
     experts = softmax_experts(config, count=64, size=1407, shared=2)
-    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+    return with_experts(spec, experts)
 
 
 FAMILY: Final = Family(name="deepseek_v2", architecture="DeepseekV2ForCausalLM", spec=read_spec)

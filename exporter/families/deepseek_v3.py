@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from onnxport.exporter.config import Config
-from onnxport.exporter.expertsconfig import corrected_experts
+from onnxport.exporter.expertsconfig import FURTHER_LAYERS, corrected_experts, with_experts
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.latentconfig import latent_spec
 from onnxport.graphs.latent_spec import LatentSpec
@@ -15,7 +14,6 @@ from onnxport.graphs.spec import ArchSpec
 _SIZES: Final = LatentSpec(
     kv_rank=512, nope_size=128, rope_size=64, value_size=128, query_rank=1536
 )
-_FURTHER_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -27,7 +25,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         interleaved=config.get("rope_interleave", bool, True),
         context_length=context_length,
     )
-    config.ignore(*_FURTHER_LAYERS)
+    config.ignore(*FURTHER_LAYERS)
     experts = corrected_experts(
         config,
         count=256,
@@ -39,13 +37,13 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         scale=2.5,
         groups=(8, 4),
     )
-    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+    return with_experts(spec, experts)
 
 
 FAMILY: Final = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     spec=read_spec,
-    further_layers=_FURTHER_LAYERS,
+    further_layers=FURTHER_LAYERS,
     other_types=("kimi_k2",),
 )

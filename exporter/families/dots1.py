@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from onnxport.exporter.config import Config, decoder_spec, windows_by_type
-from onnxport.exporter.expertsconfig import corrected_experts
+from onnxport.exporter.expertsconfig import corrected_experts, with_experts
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
 
@@ -27,7 +26,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     experts = corrected_experts(
         config, count=None, per_token=None, size=1408, normalized=False, shared=None, first_dense=0
     )
-    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+    return with_experts(spec, experts)
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:

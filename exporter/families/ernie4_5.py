@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
-from onnxport.exporter.expertsconfig import experts_spec
+from onnxport.exporter.expertsconfig import experts_spec, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.graphs.spec import ArchSpec
 
@@ -53,7 +53,7 @@ def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSp
         shared_size=size * shared or None,
     )
     config.ignore(*_NOT_READ)
-    return replace(spec, experts=experts) if any(layers) else spec
+    return with_experts(spec, experts)
 
 
 def _rotated(config: Config, **differences: Any) -> ArchSpec:

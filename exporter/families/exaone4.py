@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec, windows_by_type
-from onnxport.exporter.expertsconfig import corrected_experts
+from onnxport.exporter.expertsconfig import corrected_experts, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.graphs.spec import ArchSpec
 
@@ -40,7 +40,7 @@ def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSp
         count_keys=("num_experts",),
         shared_key="num_shared_experts",
     )
-    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+    return with_experts(spec, experts)
 
 
 def _hybrid(config: Config, **differences: Any) -> ArchSpec:

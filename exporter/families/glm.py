@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family, TensorNames
@@ -11,15 +11,22 @@ from onnxport.graphs.spec import ArchSpec
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """GLM: biased queries, keys and values unless told otherwise."""
+    """GLM: see `glm_spec`."""
+    return glm_spec(config, family="glm", context_length=context_length)
+
+
+def glm_spec(config: Config, **differences: Any) -> ArchSpec:
+    """What GLM and GLM 4 share: biased queries, keys and values unless told otherwise.
+
+    `differences` are keyword arguments of `decoder_spec`.
+    """
     spec = decoder_spec(
         config,
-        family="glm",
         head_size=None if config.is_null("head_dim") else 128,
         num_kv_heads=2,
         qkv_bias=config.get("attention_bias", bool, True),
-        context_length=context_length,
         partial_rotary_factor=0.5,
+        **differences,
     )
     return replace(spec, rope=replace(spec.rope, interleaved=True))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from onnxport.exporter.config import Config, decoder_spec
-from onnxport.exporter.expertsconfig import corrected_experts
+from onnxport.exporter.expertsconfig import FURTHER_LAYERS, corrected_experts, with_experts
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
-
-_FURTHER_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -24,16 +21,16 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         context_length=context_length,
         partial_rotary_factor=0.5,
     )
-    config.ignore(*_FURTHER_LAYERS)
+    config.ignore(*FURTHER_LAYERS)
     experts = corrected_experts(
         config, count=128, per_token=8, size=1408, normalized=True, shared=1, first_dense=1
     )
-    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+    return with_experts(spec, experts)
 
 
 FAMILY: Final = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     spec=read_spec,
-    further_layers=_FURTHER_LAYERS,
+    further_layers=FURTHER_LAYERS,
 )

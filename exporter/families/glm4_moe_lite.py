@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.exporter.expertsconfig import corrected_experts
+from onnxport.exporter.expertsconfig import FURTHER_LAYERS, corrected_experts, with_experts
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.latentconfig import latent_spec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.spec import ArchSpec
 
 _SIZES: Final = LatentSpec(kv_rank=512, nope_size=192, rope_size=64, value_size=256, query_rank=768)
-_FURTHER_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_layers")
 _KINDS: Final = {"dense": False, "sparse": True}
 
 
@@ -27,7 +25,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         interleaved=config.get("rope_interleave", bool, True),
         context_length=context_length,
     )
-    config.ignore(*_FURTHER_LAYERS)
+    config.ignore(*FURTHER_LAYERS)
     experts = corrected_experts(
         config,
         count=64,
@@ -38,7 +36,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         layers=_layers(config, spec.num_layers),
         scale=1.8,
     )
-    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+    return with_experts(spec, experts)
 
 
 def _layers(config: Config, num_layers: int) -> tuple[bool, ...]:
@@ -68,5 +66,5 @@ FAMILY: Final = Family(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     spec=read_spec,
-    further_layers=_FURTHER_LAYERS,
+    further_layers=FURTHER_LAYERS,
 )

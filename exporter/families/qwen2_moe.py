@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec, windows_by_type
-from onnxport.exporter.expertsconfig import experts_spec
+from onnxport.exporter.expertsconfig import experts_spec, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.qwen3_moe import sparse_layers
 from onnxport.graphs.spec import ArchSpec
@@ -34,7 +33,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         shared_size=config.get("shared_expert_intermediate_size", int, 5632),
         shared_gated=True,
     )
-    return replace(spec, experts=experts) if any(layers) else spec
+    return with_experts(spec, experts)
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.exporter.expertsconfig import experts_spec
+from onnxport.exporter.expertsconfig import experts_spec, with_experts
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.qwen3 import qwen3_spec
 from onnxport.graphs.spec import ArchSpec
@@ -33,7 +32,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         normalized=config.get("norm_topk_prob", bool, False),
         layers=layers,
     )
-    return replace(spec, experts=experts) if any(layers) else spec
+    return with_experts(spec, experts)
 
 
 # What Qwen3-Coder says of its architecture, and what is so of every Qwen3 MoE.

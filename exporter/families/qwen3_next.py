@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
-from onnxport.exporter.expertsconfig import experts_spec
+from onnxport.exporter.expertsconfig import experts_spec, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.qwen3_moe import sparse_layers
 from onnxport.exporter.ropeconfig import rope_parameters
@@ -48,7 +48,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         shared_size=config.get("shared_expert_intermediate_size", int, 512),
         shared_gated=True,
     )
-    return replace(spec, experts=experts) if any(layers) else spec
+    return with_experts(spec, experts)
 
 
 def hybrid_spec(config: Config, **differences: Any) -> ArchSpec:

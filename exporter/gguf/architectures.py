@@ -17,6 +17,7 @@ from onnxport.exporter.gguf.ropes import ORIGINAL, rope_parameters
 
 Values = dict[str, Any]
 
+_EPSILONS: Final = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _SOFTMAX: Final = 1  # of `expert_gating_func`
 _SIGMOID: Final = 2
 
@@ -49,8 +50,17 @@ def read_config(facts: Facts) -> tuple[Architecture, Values]:
     return found, values
 
 
-def _common(facts: Facts, model: str, **rope: bool) -> Values:
-    """What all architectures share; `model` is transformers' class."""
+def _common(
+    facts: Facts, model: str, layer_norm: str | None = None, *, partial: bool = False
+) -> Values:
+    """What all architectures share.
+
+    Args:
+        facts: The file.
+        model: Transformers' class.
+        layer_norm: What the epsilon of its LayerNorms is called; None: it has RMSNorms.
+        partial: A part of each head may rotate.
+    """
     meta = facts.metadata
     hidden = facts.count("embedding_length")
     heads = facts.count("attention.head_count")
@@ -70,8 +80,8 @@ def _common(facts: Facts, model: str, **rope: bool) -> Values:
         "num_key_value_heads": facts.count("attention.head_count_kv", heads),
         "head_dim": head,
         "max_position_embeddings": facts.count("context_length"),
-        "rms_norm_eps": meta.require("attention.layer_norm_rms_epsilon", float),
-        "rope_parameters": rope_parameters(facts, head, **rope),
+        layer_norm or "rms_norm_eps": meta.require(_EPSILONS[layer_norm is not None], float),
+        "rope_parameters": rope_parameters(facts, head, partial=partial),
         "tie_word_embeddings": not facts.has("output.weight"),
     }
 
@@ -100,6 +110,45 @@ def _llama(facts: Facts) -> Values:
     values = _common(facts, "MixtralForCausalLM") | _experts(facts, "num_local_experts")
     facts.metadata.expect("expert_feed_forward_length", values["intermediate_size"])
     return values
+
+
+def _arcee(facts: Facts) -> Values:
+    return _common(facts, "ArceeForCausalLM") | _biases(facts)
+
+
+def _nemotron(facts: Facts) -> Values:
+    """Nemotron, the weights of whose norms are stored whole."""
+    return _common(facts, "NemotronForCausalLM", "norm_eps", partial=True) | _biases(facts)
+
+
+def _starcoder2(facts: Facts) -> Values:
+    """StarCoder2: its window is not in the file, and llama.cpp has none."""
+    values = _common(facts, "Starcoder2ForCausalLM", "norm_epsilon")
+    return values | {"use_bias": facts.has("blk.0.attn_q.bias"), "sliding_window": None}
+
+
+def _phi2(facts: Facts) -> Values:
+    return _common(facts, "PhiForCausalLM", "layer_norm_eps", partial=True)
+
+
+def _gpt_neox(facts: Facts) -> Values:
+    """GPT-NeoX, whose queries, keys and values are each in one place."""
+    values = _common(facts, "GPTNeoXForCausalLM", "layer_norm_eps", partial=True)
+    del values["num_key_value_heads"]
+    return values | {
+        "attention_bias": facts.has("blk.0.attn_qkv.bias"),
+        "use_parallel_residual": facts.metadata.get("use_parallel_residual", bool, True),
+    }
+
+
+def _stablelm(facts: Facts) -> Values:
+    """StableLM: all is side by side where there is no second norm, whatever the key says."""
+    facts.metadata.get("use_parallel_residual", bool, True)
+    return _common(facts, "StableLmForCausalLM", "layer_norm_eps", partial=True) | {
+        "use_parallel_residual": not facts.has("blk.0.ffn_norm.weight"),
+        "use_qkv_bias": facts.has("blk.0.attn_q.bias"),
+        "qk_layernorm": facts.has("blk.0.attn_q_norm.weight"),
+    }
 
 
 def _qwen2(facts: Facts) -> Values:
@@ -213,10 +262,10 @@ def _multiplied(facts: Facts, model: str) -> Values:
     }
 
 
-def _corrected(facts: Facts, model: str, **rope: bool) -> Values:
+def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
     """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it."""
     meta = facts.metadata
-    values = _common(facts, model, **rope)
+    values = _common(facts, model, partial=partial)
     further = meta.get("nextn_predict_layers", int, 0)
     for key in ("expert_group_count", "expert_group_used_count"):
         meta.expect(key, 1)
@@ -290,17 +339,21 @@ def _smollm3(facts: Facts) -> Values:
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "arcee": Architecture(_arcee, neighbours=True),
     "dots1": Architecture(_dots1),
     "ernie4_5": Architecture(_ernie),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
     "glm4moe": Architecture(_glm4_moe),
     "gpt-oss": Architecture(_gpt_oss),
+    "gptneox": Architecture(_gpt_neox),
     "granite": Architecture(_granite, neighbours=True),
     "granitemoe": Architecture(_granite_moe, neighbours=True),
     "llama": Architecture(_llama, neighbours=True),
+    "nemotron": Architecture(_nemotron),
     "olmo2": Architecture(_olmo2),
     "olmoe": Architecture(_olmoe),
+    "phi2": Architecture(_phi2),
     "phi3": Architecture(_phi3),
     "qwen2": Architecture(_qwen2),
     "qwen2moe": Architecture(_qwen2_moe),
@@ -308,4 +361,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen3moe": Architecture(_qwen3_moe),
     "seed_oss": Architecture(_seed_oss),
     "smollm3": Architecture(_smollm3, neighbours=True),
+    "stablelm": Architecture(_stablelm),
+    "starcoder2": Architecture(_starcoder2),
 }

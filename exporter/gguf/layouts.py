@@ -33,6 +33,7 @@ LAYOUT: Final = TensorNames(
     post_norm="ffn_norm.weight",
     gate_up=("ffn_gate", "ffn_up"),
     down=("ffn_down",),
+    up="ffn_up",
     router="ffn_gate_inp",
     expert_gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     expert_down=("ffn_down_exps.weight",),
@@ -54,6 +55,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_gate_up_bias": GATE_UP_BIAS,
         "expert_down_bias": "ffn_down_exps.bias",
     },
+    "gptneox": {"qkv": ("attn_qkv",)},
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
     "seed_oss": {"post_norm": "post_attention_norm.weight"},
 }

@@ -33,12 +33,12 @@ def rope_parameters(facts: Facts, head_size: int, *, partial: bool = False) -> d
     meta = facts.metadata
     found: dict[str, Any] = {"rope_theta": meta.get("rope.freq_base", float, 10_000.0)}
     rotated = meta.get("rope.dimension_count", int, head_size)
-    if rotated != head_size:
-        if not partial:
-            raise UnsupportedModelError(
-                f"{meta.path}: {meta.name('rope.dimension_count')} makes {rotated} of {head_size} "
-                f"channels rotate, which {meta.architecture} models do not."
-            )
+    if rotated != head_size and not partial:
+        raise UnsupportedModelError(
+            f"{meta.path}: {meta.name('rope.dimension_count')} makes {rotated} of {head_size} "
+            f"channels rotate, which {meta.architecture} models do not."
+        )
+    if partial:
         found["partial_rotary_factor"] = rotated / head_size
     kind, factor = _kind(facts)
     magnitude = meta.get(_MAGNITUDE, float, None)

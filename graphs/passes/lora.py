@@ -63,7 +63,7 @@ SLOT_TYPES: Final[Mapping[SlotDtype, int]] = {
     "int4": TensorProto.INT8,
 }
 PRODUCTS: Final = ("MatMul", "MatMulNBits")
-_WEIGHT: Final = re.compile(r"layers\.(\d+)\.(qkv|o|gate_up|down)\.weight(?:\.(\d+)_*)?")
+_WEIGHT: Final = re.compile(r"layers\.(\d+)\.(qkv|o|gate_up|up|down)\.weight(?:\.(\d+)_*)?")
 _HALVES: Final[tuple[Kind, Kind]] = ("gate", "up")  # of a product that was split
 
 

@@ -38,6 +38,11 @@ _APART: Final[_Modules] = {
     **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
     **{f"mlp.{name}": (name,) for name in PROJECTIONS[4:]},
 }
+_GLM: Final[_Modules] = {
+    **{name: one for name, one in _APART.items() if name.startswith("self_attn.")},
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.down_proj": ("down_proj",),
+}
 _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not a projection each
     "phi3": {
         "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -45,16 +50,32 @@ _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not 
         "mlp.gate_up_proj": ("gate_proj", "up_proj"),
         "mlp.down_proj": ("down_proj",),
     },
-    "glm": {
-        **{name: one for name, one in _APART.items() if name.startswith("self_attn.")},
-        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-        "mlp.down_proj": ("down_proj",),
+    "glm": _GLM,
+    "glm4": _GLM,
+    "phi": {
+        **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
+        "self_attn.dense": ("o_proj",),
+        "mlp.fc1": ("up_proj",),
+        "mlp.fc2": ("down_proj",),
+    },
+    "starcoder2": {
+        **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
+        "mlp.c_fc": ("up_proj",),
+        "mlp.c_proj": ("down_proj",),
+    },
+    "gpt_neox": {
+        "attention.query_key_value": ("q_proj", "k_proj", "v_proj"),
+        "attention.dense": ("o_proj",),
+        "mlp.dense_h_to_4h": ("up_proj",),
+        "mlp.dense_4h_to_h": ("down_proj",),
     },
 }
+_BY_HEAD: Final = frozenset({"gpt_neox"})  # whose joined rows are each head's, of one after another
 # Where the decoder is in the model that was trained: a text model, and one that reads images, as
 # its modules are called and as older releases of transformers called them.
-_PARENTS: Final = ("model", "model.language_model", "language_model.model")
+_PARENTS: Final = ("model", "model.language_model", "language_model.model", "gpt_neox")
 _HEADS: Final[Mapping[str, str]] = {"language_model.model": "language_model.lm_head"}
+_EMBEDDINGS: Final[Mapping[str, str]] = {"gpt_neox": "embed_in"}
 _OF_IMAGES: Final = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 _DTYPES: Final[Mapping[str, Any]] = {
     "F32": np.float32,
@@ -88,7 +109,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     """
     config = read_config(folder)
     pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
-    of_layer = _JOINED.get(base.family, _APART)
+    of_layer = _modules_of(base)
     parent = next(
         (one for one in _PARENTS if any(name.startswith(f"{one}.layers.") for name in pairs)),
         _PARENTS[0],
@@ -100,7 +121,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
         if set(names) <= set(projections_of(base, layer))
     }
     # linear too, and not to be adapted here
-    others = (f"{parent}.embed_tokens", _HEADS.get(parent, "lm_head"))
+    others = (f"{parent}.{_EMBEDDINGS.get(parent, 'embed_tokens')}", _HEADS.get(parent, "lm_head"))
     check_time(config.path, config.expressions, [*modules, *others])
     shapes = projection_shapes(base)
     _check_others(config, others, base)
@@ -119,6 +140,8 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
                 "diverged"
             )
         layer, names = modules[module]
+        if len(names) == 3 and base.family in _BY_HEAD:
+            scaled = _by_projection(scaled, base)
         ends = np.cumsum([shapes[name][0] for name in names])
         for name, rows in zip(names, np.split(scaled, ends[:-1]), strict=True):
             if base.output_scale != 1 and name in ("o_proj", "down_proj"):
@@ -126,6 +149,18 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
             deltas[layer, name] = LoraDelta(a, rows)
     adapter = LoraAdapter(deltas)
     return AdapterContent(adapter, fingerprint(adapter), folder, config.base_model)
+
+
+def _modules_of(base: ArchSpec) -> _Modules:
+    """The modules of a layer that has no experts."""
+    found = _JOINED.get(base.family, _APART)
+    return {name: one for name, one in found.items() if not (base.ungated and "gate_proj" in one)}
+
+
+def _by_projection(rows: Array, base: ArchSpec) -> Array:
+    """Rows of all heads' queries, then keys, then values, of each head's three [rows, rank]."""
+    heads = rows.reshape(base.num_heads, 3, base.head_size, -1)
+    return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(rows.shape)
 
 
 def _joined(
@@ -216,7 +251,7 @@ def _of_text(
 def _check_others(config: PeftConfig, others: Iterable[str], base: ArchSpec) -> None:
     """Refuse a config that calls for modules that no provider adapts."""
     if targets := [name for name in others if config.is_target(name)]:
-        adapted = [name.rpartition(".")[2] for name in _JOINED.get(base.family, _APART)]
+        adapted = [name.rpartition(".")[2] for name in _modules_of(base)]
         raise AdapterError(
             f"{config.path} targets {', '.join(targets)}; only {', '.join(adapted)} can be "
             "adapted: merge the adapter into its model, and export that"

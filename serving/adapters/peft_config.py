@@ -23,6 +23,7 @@ T = TypeVar("T")
 CONFIG_FILE: Final = "adapter_config.json"
 MAX_PATTERN: Final = 1000  # characters of a regular expression
 ALL_LINEAR: Final = "all-linear"  # PEFT's word for every linear layer but the output head
+_OF_LAYER: Final = re.compile(r"\.layers\.\d+\.")
 
 # Of what `init_lora_weights` may be, that which leaves the base model as it is. The others subtract
 # the first values of the adapter from its weights.
@@ -95,7 +96,7 @@ class PeftConfig:
         if self.excluded and _fits(module, self.excluded):
             return False
         if self.targets == ALL_LINEAR:
-            return "_proj" in module
+            return _OF_LAYER.search(module) is not None
         if not _fits(module, self.targets):
             return False
         if self.layers is None or module in self.targets:  # named in full, whatever its layer

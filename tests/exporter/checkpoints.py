@@ -24,7 +24,10 @@ VOCAB = 160
 TOKENS = 32
 EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 # Families whose norms' weights are stored minus one, but for those of delta nets.
-OFFSET_NORMS = ("gemma2", "gemma3_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+OFFSET_NORMS = (
+    *("gemma2", "gemma3_text", "nemotron"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 CENTRES: Mapping[str, float] = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # of long memories
 
 _QWEN_VISION: Mapping[str, int] = {
@@ -266,6 +269,17 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "internlm3": Case("internlm3", {"head_dim": 32}, torch.bfloat16),
+    "internlm3-biases": Case(
+        "internlm3",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama": Case("llama"),
     "llama-mha": Case("llama", {"num_key_value_heads": 4}, torch.bfloat16),
     "llama-mqa-biases": Case(
@@ -379,6 +393,22 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "glm4": Case("glm4", {"head_dim": 32, "pad_token_id": 0, "rms_norm_eps": 0.05}, torch.bfloat16),
+    "flex-olmo": Case(
+        "flex_olmo", {"num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": 0}, torch.bfloat16
+    ),
+    "flex-olmo-biases": Case(
+        "flex_olmo",
+        {
+            "num_key_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
     "glm4-moe": Case(
         "glm4_moe",
         {
@@ -452,6 +482,92 @@ CASES: Mapping[str, Case] = {
             "sliding_window": 6,
         },
     ),
+    "apertus": Case(
+        "apertus",
+        {"head_dim": 32, "attention_bias": True, "rms_norm_eps": 0.05},
+        torch.bfloat16,
+    ),
+    "apertus-relu": Case(
+        "apertus",
+        {
+            "hidden_act": "relu2",
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "arcee": Case("arcee", {"head_dim": 32, "tie_word_embeddings": True}, torch.bfloat16),
+    "arcee-biases": Case(
+        "arcee",
+        {"attention_bias": True, "mlp_bias": True, "hidden_act": "silu", "head_dim": 16},
+        shards=True,
+    ),
+    "nemotron": Case(
+        "nemotron", {"head_dim": 32, "norm_eps": 0.05, "mlp_bias": True}, torch.bfloat16
+    ),
+    "nemotron-biases": Case(
+        "nemotron",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "partial_rotary_factor": 1.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi": Case(  # a part of each head rotates that ONNX Runtime's own attention takes
+        "phi", {"hidden_size": 128, "layer_norm_eps": 0.05}, torch.bfloat16
+    ),
+    "phi-mha": Case(
+        "phi",
+        {"num_key_value_heads": 4, "partial_rotary_factor": 1.0, "hidden_act": "gelu"},
+        shards=True,
+    ),
+    "starcoder2": Case("starcoder2", {"sliding_window": 6, "norm_epsilon": 0.05}, torch.bfloat16),
+    "starcoder2-plain": Case(
+        "starcoder2",
+        {"use_bias": False, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "gpt-neox": Case(
+        "gpt_neox",
+        {
+            "hidden_size": 128,
+            "num_key_value_heads": 4,
+            "rotary_pct": 0.5,
+            "layer_norm_eps": 0.05,
+        },
+        torch.bfloat16,
+    ),
+    "gpt-neox-turns": Case(  # attention and MLP one after the other
+        "gpt_neox",
+        {
+            "num_key_value_heads": 4,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "rotary_pct": 1.0,
+            "hidden_act": "gelu_fast",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "stablelm": Case(
+        "stablelm",
+        {
+            "hidden_size": 128,
+            "partial_rotary_factor": 0.5,
+            "use_qkv_bias": True,
+            "layer_norm_eps": 0.05,
+        },
+        torch.bfloat16,
+    ),
+    "stablelm-parallel": Case(
+        "stablelm",
+        {
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+            "partial_rotary_factor": 1.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "afmoe": Case(  # the first layer has no experts; scaled embeddings
         "afmoe",
         {
@@ -487,6 +603,11 @@ CASES: Mapping[str, Case] = {
             "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
+        torch.bfloat16,
+    ),
+    "cohere-norms": Case(  # as Command R+: each head of queries and keys has a norm of its own
+        "cohere",
+        {"hidden_size": 128, "use_qk_norm": True, "layer_norm_eps": 0.05, "logit_scale": 2.0},
         torch.bfloat16,
     ),
     "cohere2": Case(  # layers that see all rotate nothing
@@ -863,7 +984,8 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
     torch.manual_seed(seed)
     model = models.from_config(configuration(case))
     for name, parameter in model.named_parameters():
-        centre = 1.0 if "norm" in name and case.family not in OFFSET_NORMS else 0.0
+        is_scale = "norm" in name and name.endswith("weight")
+        centre = 1.0 if is_scale and case.family not in OFFSET_NORMS else 0.0
         centre = next((one for end, one in CENTRES.items() if name.endswith(end)), centre)
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre

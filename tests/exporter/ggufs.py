@@ -23,11 +23,13 @@ Array = NDArray[np.float32]
 Pick = Callable[[str, Array], Kind]  # the type of a tensor, by its name in the file
 
 ARCHITECTURES: Mapping[str, str] = {
+    "arcee": "arcee",
     "dots1": "dots1",
     "ernie4_5": "ernie4_5",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",
+    "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
     "granite": "granite",
     "granitemoe": "granitemoe",
@@ -35,8 +37,10 @@ ARCHITECTURES: Mapping[str, str] = {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "nemotron": "nemotron",
     "olmo2": "olmo2",
     "olmoe": "olmoe",
+    "phi": "phi2",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2moe",
@@ -44,8 +48,15 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_moe": "qwen3moe",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
-NEIGHBOURS = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
+NEIGHBOURS = (
+    *("arcee", "llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared"),
+    "smollm3",
+)
+PARTIAL = ("gptneox", "nemotron", "phi2", "stablelm")
+LAYER_NORMS = ("layer_norm_eps", "norm_eps", "norm_epsilon")
 SINKS = "self_attn.sinks.weight"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _JOINED = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
@@ -166,15 +177,22 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "{arch}.embedding_length": hidden,
         "{arch}.feed_forward_length": config["intermediate_size"],
         "{arch}.attention.head_count": heads,
-        "{arch}.attention.head_count_kv": config["num_key_value_heads"],
-        "{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "{arch}.attention.head_count_kv": config.get("num_key_value_heads", heads),
         "{arch}.rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
         "{arch}.vocab_size": config["vocab_size"],
         "tokenizer.ggml.model": "none",
     }
+    if "rms_norm_eps" in config:
+        keys["{arch}.attention.layer_norm_rms_epsilon"] = float(config["rms_norm_eps"])
+    else:
+        epsilon = next(config[name] for name in LAYER_NORMS if name in config)
+        keys["{arch}.attention.layer_norm_epsilon"] = float(epsilon)
+    if "use_parallel_residual" in config:
+        keys["{arch}.use_parallel_residual"] = config["use_parallel_residual"]
     if config.get("head_dim"):
         keys |= {"{arch}.attention.key_length": head, "{arch}.attention.value_length": head}
-    if architecture in ("llama", "phi3", "granite", "granitemoe", "smollm3", "glm4moe"):
+    whole = ("llama", "phi3", "granite", "granitemoe", "smollm3", "glm4moe", "arcee")
+    if architecture in (*whole, *PARTIAL):
         partial = rope.get("partial_rotary_factor", 1.0)
         keys["{arch}.rope.dimension_count"] = int(head * partial)
     keys |= _scaling(rope, config) | _experts(config)
@@ -255,6 +273,7 @@ def tensors(
         for name, tensor in load_file(path).items()
     }
     found = dict(_gpt_oss(found)) if architecture == "gpt-oss" else found
+    found = _with_head_norms_joined(found)
     for name, values in _with_experts_joined(found).items():
         spelled = name.replace("e_score_correction_bias", "e_score_correction.bias")
         base, dot, suffix = spelled.rpartition(".")
@@ -289,6 +308,18 @@ def _gpt_oss(found: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[A
             yield name.replace("gate_up_proj", f"{part}_proj"), values[:, at::2].copy()
 
 
+def _with_head_norms_joined(found: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Norms of a layer's heads in one tensor of queries, and one of keys: StableLM's."""
+    kept = {name: values for name, values in found.items() if "_layernorm.norms." not in name}
+    for name in found:
+        prefix, apart, rest = name.partition(".norms.")
+        if apart and rest == "0.weight":
+            heads = sum(one.startswith(f"{prefix}{apart}") for one in found)
+            parts = [found[f"{prefix}{apart}{head}.weight"] for head in range(heads)]
+            kept[f"{prefix}.weight"] = np.stack(parts)
+    return kept
+
+
 def _with_experts_joined(found: Mapping[str, Array]) -> dict[str, Array]:
     """Experts of a layer in one tensor a product."""
     parts: dict[str, list[Array]] = {}
@@ -316,8 +347,12 @@ def _with_experts_joined(found: Mapping[str, Array]) -> dict[str, Array]:
 def _changed(name: str, values: Array, config: Mapping[str, Any]) -> Array:
     """What the converter does with a tensor's numbers."""
     family = config["model_type"]
-    if family.startswith("gemma") and name.endswith("norm.weight"):
+    is_less_one = family.startswith("gemma") or family == "nemotron"
+    if is_less_one and name.endswith("norm.weight"):
         return values + np.float32(1)
+    if ".query_key_value." in name:  # of each head a query, key and value
+        heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+        return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(values.shape)
     kind = name.rpartition("self_attn.")[2].partition("_proj")[0]
     if family in NEIGHBOURS and kind in ("q", "k"):
         heads = config["num_attention_heads" if kind == "q" else "num_key_value_heads"]

@@ -108,7 +108,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({**COMMAND_R, "use_qk_norm": True}, "use_qk_norm is True"),
+        ({**R7B, "use_qk_norm": True}, "use_qk_norm is True"),
         ({**COMMAND_R, "sliding_window": 4096}, "sliding_window"),
         ({**COMMAND_R, "partial_rotary_factor": 0.5}, "64 of 128 channels"),
         ({**R7B, "head_dim": 64}, "head_dim is 64"),
@@ -156,6 +156,17 @@ def test_what_does_not_go_with_them(field: str, other: str) -> None:
         replace(spec, **{field: True, other: True})
 
 
-def test_heads_have_no_layer_norm() -> None:
+def test_command_r_plus_has_a_norm_for_each_head() -> None:
+    spec = read({**COMMAND_R, "use_qk_norm": True})
+    assert (spec.qk_norm, spec.apart_qk_norm) == (True, True)
+    assert replace(spec, qk_norm=False, apart_qk_norm=None) == read(COMMAND_R)
+
+
+def test_heads_with_a_layer_norm_have_each_its_own() -> None:
+    spec = read(R7B)
     with pytest.raises(ValueError, match="layer_norms does not go with qk_norm"):
-        replace(read(R7B), qk_norm=True)
+        replace(spec, qk_norm=True)
+    with pytest.raises(ValueError, match="qk_norm is False"):
+        replace(spec, apart_qk_norm=True)
+    with pytest.raises(ValueError, match="whole_qk_norm is True"):
+        replace(spec, layer_norms=None, qk_norm=True, whole_qk_norm=True, apart_qk_norm=True)

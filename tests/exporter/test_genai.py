@@ -42,6 +42,8 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
         *("exaone4", "exaone4-full", "exaone-moe", "minimax-m2-tied"),
         *("hunyuan-biases", "hunyuan-moe", "cohere", "cohere2", "afmoe"),
         *("gpt-oss", "gpt-oss-16bit", "ministral3", "ministral3-text"),
+        *("apertus", "arcee", "cohere-norms", "gpt-neox", "nemotron-biases", "phi-mha", "stablelm"),
+        "starcoder2",
     ],
 )
 def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ from tests.tiers import every
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 FILES = ("model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz")
 SAME = (
+    *("arcee", "arcee-biases", "gpt-neox", "gpt-neox-turns", "nemotron", "nemotron-biases"),
+    *("phi", "phi-mha", "stablelm", "stablelm-parallel", "starcoder2", "starcoder2-plain"),
     *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
     *("gpt-oss", "granite", "granitemoe", "granitemoeshared", "llama", "llama-mha"),
     *("llama-mqa-biases", "llama-tied", "llama-one-layer", "llama-linear", "llama-yarn"),
@@ -41,6 +43,10 @@ SAME = (
 )
 # What GGUF files do not say, and llama.cpp knows of the models that were published.
 KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "arcee-biases": {"hidden_act": "relu2"},
+    "gpt-neox-turns": {"hidden_act": "gelu"},
+    "phi-mha": {"hidden_act": "gelu_new"},
+    "starcoder2": {"sliding_window": None},
     "dots1": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None},

@@ -25,8 +25,13 @@ BASE: Mapping[str, Any] = {
     "attention.head_count": 4,
     "attention.layer_norm_rms_epsilon": 1e-5,
 }
+_LAYER_NORMS: Mapping[str, Any] = {
+    "attention.layer_norm_rms_epsilon": None,
+    "attention.layer_norm_epsilon": 1e-5,
+}
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("gptneox", "nemotron", "phi2", "stablelm", "starcoder2"), _LAYER_NORMS),
     "dots1": {"expert_gating_func": 2, "expert_feed_forward_length": 32},
     "gemma2": {"attention.sliding_window": 8},
     "gemma3": {"attention.sliding_window": 8},
@@ -75,14 +80,36 @@ def spec(found: Facts, context_length: int | None = None) -> ArchSpec:
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_every_architecture_has_a_family(architecture: str) -> None:
-    read = spec(facts(architecture))
+    read = spec(facts(architecture, *(["output.weight"] if architecture == "phi2" else [])))
     assert (read.num_layers, read.hidden_size, read.head_size) == (2, 64, 16)
     assert (read.num_heads, read.num_kv_heads, read.vocab_size) == (4, 4, 100)
-    assert read.tie_word_embeddings
+    assert read.tie_word_embeddings == (architecture != "phi2")
     assert not spec(facts(architecture, "output.weight")).tie_word_embeddings
     assert (read.experts is not None) == (architecture in WITH_EXPERTS)
     with pytest.raises(UnsupportedModelError, match=rf"{architecture}\.surprise = 1\. Export"):
         read_config(facts(architecture, surprise=1))
+
+
+def test_the_head_of_phi_is_never_the_embedding() -> None:
+    with pytest.raises(UnsupportedModelError, match="tie_word_embeddings is True"):
+        spec(facts("phi2"))
+
+
+def test_what_is_side_by_side() -> None:
+    """GPT-NeoX's file says so; StableLM's lacks the second norm, and may say anything."""
+    assert spec(facts("gptneox")).parallel_layers
+    assert not spec(facts("gptneox", use_parallel_residual=False)).parallel_layers
+    assert spec(facts("stablelm", use_parallel_residual=False)).parallel_layers
+    turns = facts("stablelm", "blk.0.ffn_norm.weight", use_parallel_residual=True)
+    assert not spec(turns).parallel_layers
+
+
+@pytest.mark.parametrize("architecture", ["gptneox", "nemotron", "phi2", "stablelm"])
+def test_all_of_a_head_may_rotate_where_less_does_otherwise(architecture: str) -> None:
+    read = spec(facts(architecture, "output.weight"))
+    assert (read.rope.rotary_dim, read.head_size) == (16, 16)
+    part = facts(architecture, "output.weight", rope__dimension_count=4)
+    assert spec(part).rope.rotary_dim == 4
 
 
 @pytest.mark.parametrize(("architecture", "layers"), [("gemma2", 46), ("gemma3", 62)])

@@ -38,8 +38,10 @@ from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
 
 FAMILIES = (
+    "arcee",
     "cohere2",
     "gemma3",
+    "gpt-neox",
     "granite-biases",
     "hunyuan",
     "llama",
@@ -63,7 +65,8 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
             options = ExportOptions(precision="fp32")
             base = export_model(folder / "base", folder / "base-artifact", options)
             spec = Artifact.read(base).manifest.model
-            merge(model, make_adapter(spec, 2), spec)
+            how = merge_by_heads if family == "gpt-neox" else merge
+            how(model, make_adapter(spec, 2), spec)
             model.save_pretrained(folder / "merged")
             model.generation_config.save_pretrained(folder / "merged")
             made[family] = base, export_model(folder / "merged", folder / "artifact", options)
@@ -91,6 +94,30 @@ def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
             weight[begin : begin + len(added)] += torch.from_numpy(added)
 
 
+# What GPT-NeoX calls its modules; the first has of each head its query, key and value.
+NEOX = {
+    **dict.fromkeys(KINDS["qkv"], "attention.query_key_value"),
+    "o_proj": "attention.dense",
+    "up_proj": "mlp.dense_h_to_4h",
+    "down_proj": "mlp.dense_4h_to_h",
+}
+
+
+def merge_by_heads(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
+    """Likewise of GPT-NeoX."""
+    weights = dict(model.named_parameters())
+    for (layer, projection), delta in adapter.deltas.items():
+        weight = weights[f"gpt_neox.layers.{layer}.{NEOX[projection]}.weight"]
+        added = torch.from_numpy(delta.b @ delta.a)
+        with torch.no_grad():
+            if projection in KINDS["qkv"]:
+                heads = weight.view(spec.num_heads, 3, spec.head_size, -1)
+                place = KINDS["qkv"].index(projection)
+                heads[:, place] += added.view(spec.num_heads, spec.head_size, -1)
+            else:
+                weight += added
+
+
 def logits(model: Model, slot: int) -> NDArray[np.float32]:
     """Of every position of a prompt."""
     tokens = checkpoints.tokens(3, 24).tolist()
@@ -115,7 +142,7 @@ def test_an_adapter_does_what_merging_it_would(
 
 @KERNEL
 @pytest.mark.parametrize("precision", ["int4", "int8"])
-@pytest.mark.parametrize("family", ["gemma3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["arcee", "gemma3", "qwen2", "qwen3"])
 def test_slots_alone_change_no_bit(
     tiny_artifact: ArtifactMaker, family: str, precision: str
 ) -> None:

@@ -102,7 +102,7 @@ def test_experts_are_not_adapted_but_the_rest_of_their_layers_is(tmp_path: Path)
         read_adapter(tmp_path, base)
 
 
-@pytest.mark.parametrize(("family", "count"), [("phi3", 2), ("glm", 1)])
+@pytest.mark.parametrize(("family", "count"), [("phi3", 2), ("glm", 1), ("glm4", 1)])
 def test_modules_that_compute_several_projections(tmp_path: Path, family: str, count: int) -> None:
     """Phi-3's and GLM's: each projection gets its rows of B, and A is shared."""
     base = replace(WIDER, family=family)
@@ -133,6 +133,78 @@ def test_modules_that_compute_several_projections(tmp_path: Path, family: str, c
     assert read_adapter(tmp_path, base).adapter.rank == 4  # it has no such module
     with pytest.raises(AdapterError, match="modules that the model does not have"):
         read_adapter(tmp_path, WIDER)
+
+
+NEOX = {
+    "attention.query_key_value": PROJECTIONS[:3],
+    "attention.dense": ("o_proj",),
+    "mlp.dense_h_to_4h": ("up_proj",),
+    "mlp.dense_4h_to_h": ("down_proj",),
+}
+PHI = {
+    **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
+    "self_attn.dense": ("o_proj",),
+    "mlp.fc1": ("up_proj",),
+    "mlp.fc2": ("down_proj",),
+}
+STARCODER = {
+    **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
+    "mlp.c_fc": ("up_proj",),
+    "mlp.c_proj": ("down_proj",),
+}
+
+
+@pytest.mark.parametrize("targets", ["each", "all-linear"])
+@pytest.mark.parametrize(
+    ("family", "parent", "modules"),
+    [
+        ("gpt_neox", "gpt_neox", NEOX),
+        ("phi", "model", PHI),
+        ("starcoder2", "model", STARCODER),
+    ],
+)
+def test_modules_of_families_that_have_no_gate(
+    tmp_path: Path, family: str, parent: str, modules: dict[str, tuple[str, ...]], targets: str
+) -> None:
+    """GPT-NeoX's joined module has of each head a query, key and value."""
+    base = replace(
+        WIDER, family=family, num_kv_heads=WIDER.num_heads, hidden_act="gelu", ungated=True
+    )
+    shapes, rng = projection_shapes(base), np.random.default_rng(0)
+    tensors: Tensors = {}
+    for layer in range(base.num_layers):
+        for module, names in modules.items():
+            prefix = f"base_model.model.{parent}.layers.{layer}.{module}.lora_"
+            height, width = sum(shapes[name][0] for name in names), shapes[names[0]][1]
+            tensors[f"{prefix}A.weight"] = rng.standard_normal((4, width), np.float32)
+            tensors[f"{prefix}B.weight"] = rng.standard_normal((height, 4), np.float32)
+    named = [module.rpartition(".")[2] for module in modules]
+    target = named if targets == "each" else targets
+    write_adapter(tmp_path, tensors, r=4, lora_alpha=8, target_modules=target)
+    found = read_adapter(tmp_path, base).adapter.deltas
+    assert found.keys() == {(i, name) for i in range(12) for name in projections_of(base, i)}
+    assert len(found) == 6 * 12
+    for layer in range(base.num_layers):
+        for module, names in modules.items():
+            prefix = f"base_model.model.{parent}.layers.{layer}.{module}.lora_"
+            whole = 2 * tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]
+            if len(names) > 1:
+                kinds = whole.reshape(base.num_heads, 3, base.head_size, -1).swapaxes(0, 1)
+                whole = kinds.reshape(whole.shape)
+            joined = np.concatenate([found[layer, name].b @ found[layer, name].a for name in names])
+            np.testing.assert_allclose(joined, whole, rtol=1e-4, atol=1e-5)
+    embedding = "embed_in" if family == "gpt_neox" else "embed_tokens"
+    write_adapter(tmp_path, tensors, r=4, target_modules=[*named, embedding])
+    with pytest.raises(AdapterError, match=rf"targets {parent}\.{embedding}; only .* can be"):
+        read_adapter(tmp_path, base)
+
+
+def test_what_has_no_gate_has_no_adapter_of_one(tmp_path: Path) -> None:
+    base = replace(WIDER, hidden_act="relu2", ungated=True)
+    tensors = random_tensors(WIDER, rank=4, targets=PROJECTIONS)
+    write_adapter(tmp_path, tensors, r=4, target_modules=[*PROJECTIONS])
+    with pytest.raises(AdapterError, match=r"modules that the model does not have.*gate_proj"):
+        read_adapter(tmp_path, base)
 
 
 PARENTS = ("model.language_model", "language_model.model")

@@ -1,0 +1,82 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side, each behind a LayerNorm of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config, check_heads
+from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.ropeconfig import rope_parameters
+from onnxport.exporter.ungatedconfig import ungated_spec
+from onnxport.graphs.spec import ArchSpec
+
+# Keys of GPT-NeoX's own for those of RoPE, and what holds where both are absent.
+_ROPE: Final = (
+    ("rotary_emb_base", "rope_theta", 10_000.0),
+    ("rotary_pct", "partial_rotary_factor", 0.25),
+)
+_NAMES: Final = TensorNames(
+    embedding="gpt_neox.embed_in.weight",
+    final_norm="gpt_neox.final_layer_norm.weight",
+    layer="gpt_neox.layers.{}.",
+    qkv=("attention.query_key_value",),
+    qkv_by_head=True,
+    o=("attention.dense",),
+    up="mlp.dense_h_to_4h",
+    down=("mlp.dense_4h_to_h",),
+    ignored=(".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+)
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """GPT-NeoX: a quarter of each head rotates, and all is side by side, unless told otherwise."""
+    biased = config.get("attention_bias", bool, True)
+    theta, part = (_rope(config, *keys) for keys in _ROPE)
+    spec = ungated_spec(
+        config,
+        default="gelu",
+        family="gpt_neox",
+        qkv_bias=biased,
+        o_bias=biased,
+        mlp_bias=True,
+        context_length=context_length,
+        theta=theta,
+        partial_rotary_factor=part,
+        epsilon="layer_norm_eps",
+    )
+    config.ignore("classifier_dropout", "hidden_dropout")
+    if spec.num_kv_heads != spec.num_heads:
+        raise UnsupportedModelError(
+            f"{config.path}: num_key_value_heads is {spec.num_kv_heads}; of GPT-NeoX each of "
+            f"{spec.num_heads} heads has keys and values. Remove it."
+        )
+    parallel = config.get("use_parallel_residual", bool, True) or None
+    return replace(
+        check_heads(config, spec),
+        layer_norms=True,
+        norm_biases=True,
+        parallel_layers=parallel,
+        parallel_norms=parallel,
+    )
+
+
+def _rope(config: Config, own: str, common: str, default: float) -> float:
+    """A number of RoPE, by either of its names."""
+    found = config.get(own, float, default)
+    if config.has(own) and (other := rope_parameters(config).get(common, found)) != found:
+        raise CheckpointError(
+            f"{config.path}: {own} is {found} and {common} is {other}, and are names of one "
+            "number; remove the wrong one."
+        )
+    return found
+
+
+FAMILY: Final = Family(
+    name="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    spec=read_spec,
+    tensors=_NAMES,
+    other_layouts=(replace(_NAMES, head="embed_out.weight"),),
+)
