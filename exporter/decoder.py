@@ -41,6 +41,7 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
@@ -449,7 +450,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     padding = None if spec.linear is None else find_padding(g, spec.linear)
 
     def mix(layer: int, inputs: DeltaInputs) -> str:
-        assert spec.linear is not None
+        assert isinstance(spec.linear, LinearAttentionSpec)
         assert padding is not None
         return mix_by_rows(g, spec.linear, dtype, padding, layer, inputs)
 

@@ -17,7 +17,7 @@ from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import Dims, GraphBuilder
 from onnxport.graphs.linear_nodes import LENGTH_EPSILON
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, LinearSpec
 from onnxport.graphs.spec import ArchSpec
 
 _CHANNELS_FIRST = [0, 2, 1]  # and back
@@ -27,12 +27,15 @@ def declare_rows(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
     """Declare the GQA graph's states, of all layers that have one."""
     if spec.linear is None:
         return
-    heads, value_size, key_size = spec.linear.recurrent_state
     conv: Dims = (names.BATCH, *spec.linear.conv_state)
-    recurrent: Dims = (names.BATCH, heads, key_size, value_size)
+    sizes = spec.linear.recurrent_state
     for layer in spec.linear_layers:
         g.input(names.gqa_past_conv_state(layer), dtype, conv)
         g.output(names.gqa_present_conv_state(layer), dtype, conv)
+        if sizes is None:
+            continue
+        heads, value_size, key_size = sizes
+        recurrent: Dims = (names.BATCH, heads, key_size, value_size)
         g.input(names.gqa_past_recurrent_state(layer), TensorProto.FLOAT, recurrent)
         g.output(names.gqa_present_recurrent_state(layer), TensorProto.FLOAT, recurrent)
 
@@ -44,7 +47,7 @@ class Padding(NamedTuple):
     kept: str  # int64 [batch, kernel - 1, 1], which inputs are kept, of the last ones and these
 
 
-def find_padding(g: GraphBuilder, linear: LinearAttentionSpec) -> Padding:
+def find_padding(g: GraphBuilder, linear: LinearSpec) -> Padding:
     """Compute what layers share: a row has all tokens of a step, or in the first one fewer."""
     axis = g.constant(np.array([1], np.int64), "axis")
     one = g.constant(np.array(1, np.int64), "one")

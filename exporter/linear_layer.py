@@ -13,6 +13,7 @@ from onnxport.graphs import contract as names
 from onnxport.graphs import linear_attention as nodes
 from onnxport.graphs import ops
 from onnxport.graphs.builder import Dims, GraphBuilder
+from onnxport.graphs.linear_spec import LinearAttentionSpec
 from onnxport.graphs.spec import ArchSpec
 
 
@@ -37,10 +38,13 @@ def declare_slots(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
     for name in (names.STATE_READS, names.STATE_WRITES):
         g.input(name, TensorProto.INT32, [names.BATCH])
     conv: Dims = (names.NUM_STATES, *spec.linear.conv_state)
-    recurrent: Dims = (names.NUM_STATES, *spec.linear.recurrent_state)
+    sizes = spec.linear.recurrent_state
     for layer in spec.linear_layers:
         g.input(names.past_conv_state(layer), dtype, conv)
         g.output(names.present_conv_state(layer), dtype, conv)
+        if sizes is None:
+            continue
+        recurrent: Dims = (names.NUM_STATES, *sizes)
         g.input(names.past_recurrent_state(layer), TensorProto.FLOAT, recurrent)
         g.output(names.present_recurrent_state(layer), TensorProto.FLOAT, recurrent)
 
@@ -86,7 +90,7 @@ def linear_attention(
     Returns:
         [..., value_width].
     """
-    assert spec.linear is not None
+    assert isinstance(spec.linear, LinearAttentionSpec)
     role, dtype = f"layers.{layer}.linear", activation_dtype(weights)
     sizes = spec.linear
 

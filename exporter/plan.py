@@ -119,7 +119,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
-        if spec.linear is not None and spec.is_linear(layer):
+        if spec.is_linear(layer):
+            assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(_linear_vectors(spec.linear, names, role, prefix))
             matrices.update(_linear_matrices(spec, spec.linear, names, role, prefix))
         else:

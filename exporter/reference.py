@@ -16,6 +16,7 @@ from onnxport.exporter import rope
 from onnxport.exporter.linear_reference import convolve, delta_net, softplus
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec
 from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 
@@ -361,7 +362,7 @@ def _mixed(
 
 def _attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
     """A layer of a gated delta net; [num_tokens, hidden] to [num_tokens, value_width]."""
-    assert spec.linear is not None
+    assert isinstance(spec.linear, LinearAttentionSpec)
     linear, role = spec.linear, f"layers.{layer}.linear."
     qkv = weights.linear(role + "qkv", x)
     beta, decay = np.split(weights.linear(role + "ba", x), 2, axis=-1)

@@ -1,4 +1,8 @@
-"""What layers of gated delta nets are, which have a state in place of keys and values."""
+"""What layers are that have a state in place of keys and values.
+
+There are three kinds, of which a model has one: gated delta nets, state spaces, and convolutions
+alone. In JSON the field `kind` tells them apart; gated delta nets have none.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnxport.graphs.fields import check_fields, construct, flags, require
+from onnxport.errors import ArtifactError
+from onnxport.graphs.fields import check_fields, construct, flags, plain, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +37,12 @@ class LinearAttentionSpec:
         for name in ("key_heads", "value_heads", "key_size", "value_size"):
             value = getattr(self, name)
             require(value > 0, f"{name} of linear attention must be positive, is {value}")
-        require(self.kernel > 1, f"kernel of linear attention must be above 1, is {self.kernel}")
         require(
             self.value_heads % self.key_heads == 0,
             f"value_heads {self.value_heads} of linear attention are no multiple of key_heads "
             f"{self.key_heads}",
         )
-        require(
-            any(self.layers) and not all(self.layers),
-            f"layers of linear attention are {list(self.layers)}; some must be such, and some not",
-        )
+        _check_common("linear attention", self.kernel, self.layers)
 
     @property
     def key_width(self) -> int:
@@ -68,15 +69,169 @@ class LinearAttentionSpec:
         """What else a layer keeps: a matrix for each value head."""
         return (self.value_heads, self.value_size, self.key_size)
 
-    @classmethod
-    def from_json(cls, value: Any) -> LinearAttentionSpec:
-        """Read what `fields.plain` wrote. Raises ArtifactError for anything else."""
-        fields = check_fields("linear", value, _LINEAR_FIELDS)
-        fields["layers"] = flags("linear.layers", fields["layers"])
-        return construct(cls, "linear", fields)
+    @property
+    def projected_width(self) -> int:
+        """Rows and columns, beside hidden_size, of a layer's large products."""
+        return self.channels + 2 * self.value_width
 
 
-_LINEAR_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
-    **dict.fromkeys(("key_heads", "value_heads", "key_size", "value_size", "kernel"), (int,)),
-    "layers": (list,),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpaceSpec:
+    """Layers of Mamba-2, which are state spaces (arXiv:2405.21060), between layers of attention.
+
+    What such a layer keeps of a sequence are the last inputs of a convolution over its values, and
+    what goes into and comes out of its state, and a matrix [head_size, state_size] for each head.
+    The heads of a group, which lie one behind the other, share what goes in and what comes out.
+    What all heads of a group have is normalized at once.
+
+    Raises ValueError when sizes contradict each other.
+    """
+
+    heads: int
+    head_size: int  # values of a head
+    groups: int
+    state_size: int  # numbers that a value has in a state
+    kernel: int  # tokens that the convolution reads, the last one its own
+    conv_bias: bool  # of the convolution
+    projection_bias: bool  # of the products into and out of the layer
+    layers: tuple[bool, ...]  # which of them are such
+
+    def __post_init__(self) -> None:
+        """Check that the sizes agree."""
+        for name in ("heads", "head_size", "groups", "state_size"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} of state spaces must be positive, is {value}")
+        require(
+            self.heads % self.groups == 0,
+            f"heads {self.heads} of state spaces are no multiple of groups {self.groups}",
+        )
+        _check_common("state spaces", self.kernel, self.layers)
+
+    @property
+    def value_width(self) -> int:
+        """Width of all heads, heads * head_size."""
+        return self.heads * self.head_size
+
+    @property
+    def group_width(self) -> int:
+        """Width of what all groups put in (or take out), groups * state_size."""
+        return self.groups * self.state_size
+
+    @property
+    def channels(self) -> int:
+        """What the convolution reads of a token: values, then what goes in, then what comes out."""
+        return self.value_width + 2 * self.group_width
+
+    @property
+    def conv_state(self) -> tuple[int, int]:
+        """What a layer keeps of the convolution's inputs: channels, and tokens, the latest last."""
+        return (self.channels, self.kernel - 1)
+
+    @property
+    def recurrent_state(self) -> tuple[int, int, int]:
+        """What else a layer keeps: a matrix for each head."""
+        return (self.heads, self.head_size, self.state_size)
+
+    @property
+    def projected_width(self) -> int:
+        """Rows and columns, beside hidden_size, of a layer's large products."""
+        return self.channels + 2 * self.value_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """Layers that are a gated convolution over a few tokens, between layers of attention.
+
+    All that such a layer keeps of a sequence are the convolution's last inputs. It has as many
+    channels as the residual stream.
+
+    Raises ValueError when sizes contradict each other.
+    """
+
+    channels: int
+    kernel: int  # tokens that the convolution reads, the last one its own
+    bias: bool  # of the convolution, and of the products into and out of the layer
+    layers: tuple[bool, ...]  # which of them are such
+
+    def __post_init__(self) -> None:
+        """Check that the sizes agree."""
+        require(
+            self.channels > 0,
+            f"channels of short convolutions must be positive, are {self.channels}",
+        )
+        _check_common("short convolutions", self.kernel, self.layers)
+
+    @property
+    def conv_state(self) -> tuple[int, int]:
+        """What a layer keeps of the convolution's inputs: channels, and tokens, the latest last."""
+        return (self.channels, self.kernel - 1)
+
+    @property
+    def recurrent_state(self) -> None:
+        """There is no other state."""
+        return None
+
+    @property
+    def projected_width(self) -> int:
+        """Rows and columns, beside hidden_size, of a layer's large products.
+
+        One makes inputs and their two gates, and the other is behind the convolution.
+        """
+        return 4 * self.channels
+
+
+LinearSpec = LinearAttentionSpec | StateSpaceSpec | ShortConvSpec
+
+
+def linear_to_json(linear: LinearSpec) -> dict[str, Any]:
+    """The fields as plain JSON values, and what tells their kind."""
+    kinds = {cls: kind for kind, (cls, _) in _KINDS.items() if kind is not None}
+    kind = kinds.get(type(linear))
+    return plain(linear) if kind is None else {"kind": kind, **plain(linear)}
+
+
+def linear_from_json(value: Any) -> LinearSpec:
+    """Read what `linear_to_json` wrote. Raises ArtifactError for anything else."""
+    rest = value
+    kind = None
+    if isinstance(value, dict) and "kind" in value:
+        kind = value["kind"]
+        rest = {name: one for name, one in value.items() if name != "kind"}
+        if not isinstance(kind, str) or kind not in _KINDS:
+            known = [one for one in _KINDS if one is not None]
+            raise ArtifactError(
+                f"linear.kind is {kind!r}; this version of onnxport knows {known}, and none for "
+                "gated delta nets. Export the model again, or use the version that wrote it."
+            )
+    cls, schema = _KINDS[kind]
+    fields = check_fields("linear", rest, schema)
+    fields["layers"] = flags("linear.layers", fields["layers"])
+    return construct(cls, "linear", fields)
+
+
+def _check_common(what: str, kernel: int, layers: tuple[bool, ...]) -> None:
+    require(kernel > 1, f"kernel of {what} must be above 1, is {kernel}")
+    require(
+        any(layers) and not all(layers),
+        f"layers of {what} are {list(layers)}; some must be such, and some not",
+    )
+
+
+def _schema(sizes: tuple[str, ...], switches: tuple[str, ...]) -> Mapping[str, tuple[type, ...]]:
+    return {**dict.fromkeys(sizes, (int,)), **dict.fromkeys(switches, (bool,)), "layers": (list,)}
+
+
+_KINDS: Final[Mapping[str | None, tuple[type[LinearSpec], Mapping[str, tuple[type, ...]]]]] = {
+    None: (
+        LinearAttentionSpec,
+        _schema(("key_heads", "value_heads", "key_size", "value_size", "kernel"), ()),
+    ),
+    "state_space": (
+        StateSpaceSpec,
+        _schema(
+            ("heads", "head_size", "groups", "state_size", "kernel"),
+            ("conv_bias", "projection_bias"),
+        ),
+    ),
+    "short_convolution": (ShortConvSpec, _schema(("channels", "kernel"), ("bias",))),
 }

@@ -27,7 +27,12 @@ from onnxport.graphs.fields import (
     without_nulls,
 )
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import (
+    LinearSpec,
+    ShortConvSpec,
+    linear_from_json,
+    linear_to_json,
+)
 
 HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
 
@@ -145,7 +150,7 @@ class ArchSpec:
     draft: DraftSpec | None = None  # it is a draft head; None: a model
     # Attention is of latents: `head_size` and `num_kv_heads` are then of what the cache holds.
     latent: LatentSpec | None = None
-    linear: LinearAttentionSpec | None = None  # of layers without attention; None: all have it
+    linear: LinearSpec | None = None  # of layers without attention; None: all have it
     qk_norm_last: bool | None = None  # norms of heads are behind RoPE; None: ahead of it
     layer_norms: bool | None = None  # LayerNorm without biases; None: RMSNorm
     # Attention and MLP read one norm, and what both make is added at once; None: one after another.
@@ -245,6 +250,11 @@ class ArchSpec:
         require(
             len(self.linear.layers) == self.num_layers,
             f"linear.layers are {list(self.linear.layers)} for {self.num_layers} layers",
+        )
+        require(
+            not isinstance(self.linear, ShortConvSpec) or self.linear.channels == self.hidden_size,
+            f"short convolutions have a channel for each of the residual stream's "
+            f"{self.hidden_size}; linear is {self.linear}",
         )
         require(self.draft is None, "a draft head has attention in each layer, linear says not")
         require(
@@ -392,7 +402,7 @@ class ArchSpec:
         if self.latent is not None:
             inner["latent"] = plain(self.latent)
         if self.linear is not None:
-            inner["linear"] = plain(self.linear)
+            inner["linear"] = linear_to_json(self.linear)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -414,7 +424,7 @@ class ArchSpec:
         if fields["latent"] is not None:
             fields["latent"] = LatentSpec.from_json(fields["latent"])
         if fields["linear"] is not None:
-            fields["linear"] = LinearAttentionSpec.from_json(fields["linear"])
+            fields["linear"] = linear_from_json(fields["linear"])
         return construct(cls, "model", fields)
 
 

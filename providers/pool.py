@@ -208,7 +208,7 @@ def converted_bytes(artifact: Artifact) -> int:
     if spec.latent is not None:
         return 12 * spec.num_layers * spec.hidden_size * spec.intermediate_size
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
-    linear = 0 if spec.linear is None else spec.linear.channels + 2 * spec.linear.value_width
+    linear = 0 if spec.linear is None else spec.linear.projected_width
     mixers = len(spec.cached_layers) * heads + len(spec.linear_layers) * linear
     return 4 * spec.hidden_size * (mixers + spec.num_layers * 3 * spec.intermediate_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,9 +34,7 @@ def state_bytes(spec: ArchSpec) -> int:
     """What the states of one sequence take in float32; 0 where no layer has one."""
     if spec.linear is None:
         return 0
-    channels, tokens = spec.linear.conv_state
-    heads, value_size, key_size = spec.linear.recurrent_state
-    numbers = channels * tokens + heads * value_size * key_size
+    numbers = math.prod(spec.linear.conv_state) + math.prod(spec.linear.recurrent_state or (0,))
     return len(spec.linear_layers) * numbers * STATE_ITEM_BYTES
 
 

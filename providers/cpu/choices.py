@@ -82,10 +82,13 @@ def _unfit(spec: ArchSpec) -> str:
 def _why_not_linear(spec: ArchSpec) -> str:
     """Why the kernels cannot run layers of linear attention; "" where they can."""
     linear = spec.linear
-    if linear is None or (linear.key_size <= MAX_KEY_SIZE and linear.kernel <= MAX_TAPS):
+    if linear is None:
+        return ""
+    key_size = linear.recurrent_state[-1] if linear.recurrent_state else 0
+    if key_size <= MAX_KEY_SIZE and linear.kernel <= MAX_TAPS:
         return ""
     return (
-        f"the keys of linear attention have {linear.key_size} channels and its convolution "
+        f"the keys of linear attention have {key_size} channels and its convolution "
         f"{linear.kernel} taps, and the C++ kernels take up to {MAX_KEY_SIZE} and {MAX_TAPS}"
     )
 

@@ -29,4 +29,5 @@ def allocate_states(spec: ArchSpec, plan: StatePlan) -> list[CacheTensor]:
         )
         for layer in spec.linear_layers
         for shape, past, present in kinds
+        if shape is not None
     ]

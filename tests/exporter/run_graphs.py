@@ -72,12 +72,14 @@ class GqaRunner:
         self._presents = [name.replace("past_key_values", "present") for name in self._past]
         for layer in spec.linear_layers:
             assert spec.linear is not None
-            heads, value_size, key_size = spec.linear.recurrent_state
             conv = np.zeros((1, *spec.linear.conv_state), np.float32)
-            recurrent = np.zeros((1, heads, key_size, value_size), np.float32)
             self._past[contract.gqa_past_conv_state(layer)] = conv
-            self._past[contract.gqa_past_recurrent_state(layer)] = recurrent
             self._presents.append(contract.gqa_present_conv_state(layer))
+            if spec.linear.recurrent_state is None:
+                continue
+            heads, value_size, key_size = spec.linear.recurrent_state
+            recurrent = np.zeros((1, heads, key_size, value_size), np.float32)
+            self._past[contract.gqa_past_recurrent_state(layer)] = recurrent
             self._presents.append(contract.gqa_present_recurrent_state(layer))
         self._length = 0
 
@@ -155,6 +157,8 @@ def _states(spec: ArchSpec) -> dict[str, ort.OrtValue]:
             (contract.past_conv_state(layer), spec.linear.conv_state),
             (contract.past_recurrent_state(layer), spec.linear.recurrent_state),
         ):
+            if shape is None:
+                continue
             pool = np.full((5, *shape), 7, np.float32)
             pool[0] = 0
             pools[name] = ort.OrtValue.ortvalue_from_numpy(pool)
