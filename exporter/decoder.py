@@ -34,6 +34,13 @@ from onnxport.exporter.linear_layer import (
 )
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
+from onnxport.exporter.short_conv import (
+    ConvInputs,
+    Convolve,
+    convolve_by_rows,
+    convolve_by_slots,
+    short_convolution,
+)
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
@@ -41,7 +48,7 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.experts_spec import ExpertsSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
@@ -60,6 +67,7 @@ class _Decoder:
     leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
     attend: Attend
     mix: Mix
+    convolve: Convolve
     rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
@@ -149,9 +157,11 @@ class _Decoder:
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
 
     def attention(self, layer: int, x: str) -> str:
-        """Attention, times the sigmoid of a product where the model has that; or a delta net."""
+        """Attention, times the sigmoid of a product where the model has that; or what is for it."""
         if self.spec.is_linear(layer):
             parts = (self.g, self.spec, self.weights, layer, x)
+            if isinstance(self.spec.linear, ShortConvSpec):
+                return short_convolution(*parts, self.linear, self.convolve)
             return linear_attention(*parts, self.linear, self.mix, self.leading)
         attended = self.heads(layer, x)
         if not self.spec.attention_gate:
@@ -401,7 +411,8 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
     rotation = rotation_of_tokens(g, spec, weights) if spec.qk_norm_last else None
-    decoder = _Decoder(g, spec, weights, (0,), attend, partial(mix_by_slots, g), rotation)
+    by_slots = (partial(mix_by_slots, g), partial(convolve_by_slots, g))
+    decoder = _Decoder(g, spec, weights, (0,), attend, *by_slots, rotation)
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -454,7 +465,11 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         assert padding is not None
         return mix_by_rows(g, spec.linear, dtype, padding, layer, inputs)
 
+    def convolve(layer: int, inputs: ConvInputs) -> str:
+        assert padding is not None
+        return convolve_by_rows(g, padding, layer, inputs)
+
     rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
-    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, rotation)
+    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, convolve, rotation)
     decoder.logits(decoder.body(None)[0])
     return g.build()

@@ -79,7 +79,7 @@ def mix_by_rows(
     Returns:
         [batch, seq, value_heads, value_size], of the type `dtype`.
     """
-    _keep_inputs(g, padding, layer, inputs.qkv)
+    keep_inputs(g, padding, layer, inputs.qkv)
     q, k, v = _mixed(g, linear, layer, inputs)
     beta = g.node("Sigmoid", [inputs.beta], name="beta")
     output, _ = g.node(
@@ -104,11 +104,23 @@ def mix_by_rows(
     return ops.cast(g, heads, dtype, "delta.cast")
 
 
-def _keep_inputs(g: GraphBuilder, padding: Padding, layer: int, qkv: str) -> None:
-    """Return the last inputs of the convolution, that are some, as a row's state."""
+def transposed(g: GraphBuilder, x: str, name: str) -> str:
+    """Channels ahead of tokens, or tokens ahead of channels; [batch, …, …]."""
+    return g.node("Transpose", [x], name=name, perm=_CHANNELS_FIRST)
+
+
+def keep_inputs(g: GraphBuilder, padding: Padding, layer: int, read: str) -> None:
+    """Return the last inputs of the convolution, that are some, as a row's state.
+
+    Args:
+        g: The builder.
+        padding: Which tokens are some.
+        layer: Its number.
+        read: What the convolution reads, [batch, seq, channels].
+    """
     past, present = names.gqa_past_conv_state(layer), names.gqa_present_conv_state(layer)
-    before = g.node("Transpose", [past], name="state.read", perm=_CHANNELS_FIRST)
-    inputs = g.node("Concat", [before, qkv], name="state.inputs", axis=1)
+    before = transposed(g, past, "state.read")
+    inputs = g.node("Concat", [before, read], name="state.inputs", axis=1)
     kept = g.node("GatherND", [inputs, padding.kept], name="state.kept", batch_dims=1)
     g.node("Transpose", [kept], outputs=[present], name="state.write", perm=_CHANNELS_FIRST)
 
@@ -117,7 +129,7 @@ def _mixed(
     g: GraphBuilder, linear: LinearAttentionSpec, layer: int, inputs: DeltaInputs
 ) -> tuple[str, ...]:
     """Queries, keys and values behind the convolution, float32 [batch, seq, width]."""
-    first = g.node("Transpose", [inputs.qkv], name="conv.in", perm=_CHANNELS_FIRST)
+    first = transposed(g, inputs.qkv, "conv.in")
     output, _ = g.node(
         "CausalConvWithState",
         [first, inputs.kernel, "", names.gqa_past_conv_state(layer)],
@@ -126,7 +138,7 @@ def _mixed(
         name="conv",
         activation="silu",
     )
-    last = g.node("Transpose", [output], name="conv.back", perm=_CHANNELS_FIRST)
+    last = transposed(g, output, "conv.back")
     mixed = ops.cast(g, last, TensorProto.FLOAT, "conv.cast")
     sizes = np.array([linear.key_width, linear.key_width, linear.value_width], np.int64)
     return g.node(

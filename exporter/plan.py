@@ -6,7 +6,8 @@ A weight is named by its role: `embedding`, `final_norm`, `head`, and for each l
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
-dt_bias, norm}` for `qkv` and its norms. A draft head has `features`, `joint_norm` or
+dt_bias, norm}` for `qkv` and its norms, or, if it is a convolution, `linear.{in, conv, conv_bias}`.
+A draft head has `features`, `joint_norm` or
 `apart_norm.N`, and `layers.0.hidden_norm` besides.
 """
 
@@ -24,7 +25,7 @@ from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec
 from onnxport.graphs.spec import ArchSpec
 
 HEAD: Final = "head"
@@ -119,7 +120,10 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
-        if spec.is_linear(layer):
+        if spec.is_linear(layer) and isinstance(spec.linear, ShortConvSpec):
+            vectors.update(_conv_vectors(spec.linear, names, role, prefix))
+            matrices.update(_conv_matrices(spec, spec.linear, names, role, prefix))
+        elif spec.is_linear(layer):
             assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(_linear_vectors(spec.linear, names, role, prefix))
             matrices.update(_linear_matrices(spec, spec.linear, names, role, prefix))
@@ -267,6 +271,33 @@ def _linear_matrices(
         role + "linear.qkv": MatrixPlan(first, hidden),
         role + "linear.z": MatrixPlan(z, hidden),
         role + "linear.ba": MatrixPlan(second, hidden, is_exact=True),
+        role + "o": replace(o, scale=spec.output_scale),
+    }
+
+
+def _conv_vectors(
+    conv: ShortConvSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer that is a convolution has beside its products."""
+    tensor = prefix + names.linear_conv
+    kernel = VectorPlan(tensor, (conv.channels, *names.conv_axes, conv.kernel))
+    found = {f"{role}linear.conv": kernel}
+    if conv.bias:
+        bias = f"{tensor.removesuffix('.weight')}.bias"
+        found[f"{role}linear.conv_bias"] = VectorPlan(bias, (conv.channels,))
+    return found
+
+
+def _conv_matrices(
+    spec: ArchSpec, conv: ShortConvSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products into and out of a layer that is a convolution."""
+    hidden, width = spec.hidden_size, conv.channels
+    o = _stacked(prefix, names.linear_o, (hidden,), width, biased=conv.bias)
+    return {
+        role + "linear.in": _stacked(
+            prefix, names.linear_in, (3 * width,), hidden, biased=conv.bias
+        ),
         role + "o": replace(o, scale=spec.output_scale),
     }
 

@@ -35,25 +35,35 @@ class StatePool:
         g.node("ScatterND", written, outputs=[self.present], name=f"{self.name}.write")
 
 
-def causal_convolution(g: GraphBuilder, x: str, weight: str, pool: StatePool) -> str:
-    """SiLU of a convolution of each channel for itself, over a token and those before it.
+def causal_convolution(
+    g: GraphBuilder,
+    x: str,
+    weight: str,
+    pool: StatePool,
+    *,
+    bias: str = "",
+    activation: str = "silu",
+) -> str:
+    """A convolution of each channel for itself, over a token and those before it.
 
     Args:
         g: The builder.
         x: [num_tokens, channels].
         weight: [channels, 1, kernel], the token's own last.
         pool: [num_states, channels, kernel - 1], of x's type: inputs, the latest last.
+        bias: [channels]; empty: none.
+        activation: Of what it gives: "silu" or "none".
 
     Returns:
         [num_tokens, channels].
     """
     output, states = g.node(
         "VarlenCausalConvWithState",
-        [x, weight, contract.CUMULATIVE_SEQUENCE_LENGTHS, "", pool.read(g)],
+        [x, weight, contract.CUMULATIVE_SEQUENCE_LENGTHS, bias, pool.read(g)],
         outputs=[".out", ".state"],
         domain=contract.MICROSOFT,
         name=pool.name,
-        activation="silu",
+        activation=activation,
     )
     pool.write(g, states)
     return output

@@ -1,4 +1,4 @@
-"""Models with gated delta nets give transformers' logits and greedy tokens in graphs."""
+"""Models with layers that have a state give transformers' logits and greedy tokens in graphs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.cpu.library import find_library
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID
+from tests.exporter.checkpoints import HYBRID, SHORT_CONV
 from tests.exporter.run_graphs import Graph, Kind, check_golden, greedy, start
 from tests.exporter.test_genai import PROMPT, generate
 
 Exported = tuple[PreTrainedModel, Artifact]
 KERNEL = find_library()
+CASES = {**HYBRID, **SHORT_CONV}
 KINDS: list[Kind] = ["gqa", "decomposed", "custom"]
 
 
-@pytest.fixture(scope="module", params=HYBRID)
+@pytest.fixture(scope="module", params=CASES)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp(request.param)
-    model = checkpoints.make(HYBRID[request.param], folder / "checkpoint")
+    model = checkpoints.make(CASES[request.param], folder / "checkpoint")
     options = ExportOptions(precision="fp32", threads=1)
     path = export_model(folder / "checkpoint", folder / "artifact", options)
     return model, Artifact.read(path)
@@ -52,9 +53,9 @@ def test_the_graph_agrees(exported: Exported, kind: Kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", CASES)
 def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
-    case = HYBRID[name]
+    case = CASES[name]
     quiet = replace(  # no end token, so that the length is known
         case, config={**case.config, "eos_token_id": checkpoints.VOCAB - 1}
     )
@@ -69,10 +70,11 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
     [
         *(("qwen3.5", "int4"), ("qwen3.5", "int8"), ("qwen3.5-tied", "fp16")),
         *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
+        *(("lfm2", "int4"), ("lfm2-biases", "fp16"), ("lfm2-moe", "int4")),
     ],
 )
 def test_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
-    checkpoints.make(HYBRID[name], tmp_path / "checkpoint")
+    checkpoints.make(CASES[name], tmp_path / "checkpoint")
     options = ExportOptions(precision=precision, threads=1, group_size=32)
     path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
     check_golden(Artifact.read(path))
@@ -84,7 +86,6 @@ def test_a_padded_batch(exported: Exported) -> None:
     long, short = checkpoints.tokens(1, 8), checkpoints.tokens(2, 6)
     spec = artifact.manifest.model
     assert spec.linear is not None
-    heads, value_size, key_size = spec.linear.recurrent_state
     cache = np.zeros((2, spec.num_kv_heads, 0, spec.head_size), np.float32)
     past: dict[str, NDArray[Any]] = {}
     for layer in spec.cached_layers:
@@ -92,6 +93,9 @@ def test_a_padded_batch(exported: Exported) -> None:
     for layer in spec.linear_layers:
         conv = np.zeros((2, *spec.linear.conv_state), np.float32)
         past[contract.gqa_past_conv_state(layer)] = conv
+        if spec.linear.recurrent_state is None:
+            continue
+        heads, value_size, key_size = spec.linear.recurrent_state
         recurrent = np.zeros((2, heads, key_size, value_size), np.float32)
         past[contract.gqa_past_recurrent_state(layer)] = recurrent
     session = start(artifact, "gqa")
