@@ -293,11 +293,10 @@ def _conv_matrices(
 ) -> dict[str, MatrixPlan]:
     """The products into and out of a layer that is a convolution."""
     hidden, width = spec.hidden_size, conv.channels
+    first = _stacked(prefix, names.linear_in, (3 * width,), hidden, biased=conv.bias)
     o = _stacked(prefix, names.linear_o, (hidden,), width, biased=conv.bias)
     return {
-        role + "linear.in": _stacked(
-            prefix, names.linear_in, (3 * width,), hidden, biased=conv.bias
-        ),
+        role + "linear.in": first,
         role + "o": replace(o, scale=spec.output_scale),
     }
 

@@ -40,8 +40,8 @@ def causal_convolution(
     x: str,
     weight: str,
     pool: StatePool,
-    *,
     bias: str = "",
+    *,
     activation: str = "silu",
 ) -> str:
     """A convolution of each channel for itself, over a token and those before it.
@@ -51,7 +51,7 @@ def causal_convolution(
         x: [num_tokens, channels].
         weight: [channels, 1, kernel], the token's own last.
         pool: [num_states, channels, kernel - 1], of x's type: inputs, the latest last.
-        bias: [channels]; empty: none.
+        bias: [channels]; "": none.
         activation: Of what it gives: "silu" or "none".
 
     Returns:
@@ -107,6 +107,39 @@ def gated_delta_net(
         gate_activation="qwen",
         beta_activation="sigmoid",
         qk_l2_norm=1,
+    )
+    pool.write(g, states)
+    return output
+
+
+def state_space(
+    g: GraphBuilder, taken: str, given: str, value: str, decay: str, pool: StatePool
+) -> str:
+    """What is taken of a state that each token adds to (Mamba-2, arXiv:2405.21060).
+
+    A head's state is multiplied with exp(decay), then a token's values times what its group gives
+    are added, and then it is multiplied with what the group takes.
+
+    Args:
+        g: The builder.
+        taken: The group's C, [num_tokens, groups, state_size].
+        given: The group's B, likewise.
+        value: What is added, [num_tokens, heads, head_size].
+        decay: float32 [num_tokens, heads], the logarithm.
+        pool: float32 [num_states, heads, head_size, state_size].
+
+    Returns:
+        [num_tokens, heads, head_size].
+    """
+    lengths = contract.CUMULATIVE_SEQUENCE_LENGTHS
+    output, states = g.node(
+        "GatedDeltaNet",
+        [taken, given, value, lengths, decay, "", pool.read(g)],
+        outputs=[".out", ".state"],
+        domain=contract.MICROSOFT,
+        name=pool.name,
+        update_rule="gated",
+        scale=1.0,
     )
     pool.write(g, states)
     return output

@@ -171,6 +171,7 @@ def _fused(node: CausalConvNode | DeltaNetNode, pool: _Pool, graph: _Graph) -> o
         outputs,
         name=node.name,
         domain=DOMAIN,
+        update_rule="gated_delta" if node.has_delta_rule else "gated",
         scale=node.scale or 0.0,
         qk_l2_norm=int(node.is_normalized),
         beta_activation="sigmoid" if node.has_sigmoid else "none",

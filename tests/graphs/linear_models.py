@@ -43,8 +43,10 @@ def linear_model(case: Case, dtype: int = TensorProto.FLOAT, **attributes: Any) 
     else:
         gate = [values.get(name, "") for name in ("a_log", "dt_bias")]
         projections = [values.get(name, "") for name in ("query", "key", "value")]
-        operator, inputs = "GatedDeltaNet", [*projections, lengths, "decay", "beta", state, *gate]
+        operator, inputs = "GatedDeltaNet", [*projections, lengths, "decay"]
+        inputs += [values.get("beta", ""), state, *gate]
         given = {"qk_l2_norm": int(case.is_normalized), "update_rule": "gated_delta"}
+        given |= {} if case.beta is not None else {"update_rule": "gated"}
         given |= {"gate_activation": "qwen"} if gate[0] else {}
         given |= {"beta_activation": "sigmoid"} if case.has_sigmoid else {}
         given |= {} if case.scale is None else {"scale": case.scale}

@@ -31,9 +31,10 @@ CASES = [
     for seed in range(16)
     for case in (linear_cases.random_conv, linear_cases.random_delta)
 ]
-CONV, DELTA = (
+CONV, DELTA, GATED = (
     linear_cases.make_conv(1, 20, 4, (3, 1)),
     linear_cases.make_delta(2, (2, 4), (16, 6), (3, 1)),
+    linear_cases.make_gated(2, (2, 4), (16, 6), (3, 1)),
 )
 
 
@@ -78,7 +79,13 @@ def test_the_nodes() -> None:
     given = ["query", "", "", "decay", "beta", "a_log", "dt_bias"]
     assert list(delta.input) == [*given, *slots]
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in delta.attribute}
-    assert attributes == {"scale": 0.0, "qk_l2_norm": 1, "beta_activation": b"sigmoid"}
+    assert attributes == {"scale": 0.0, "qk_l2_norm": 1, "beta_activation": b"sigmoid"} | {
+        "update_rule": b"gated_delta"
+    }
+    (gated,) = use_state_slots(linear_model(GATED)).model.graph.node
+    assert list(gated.input) == ["query", "key", "value", "decay", "", "", "", *slots]
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in gated.attribute}
+    assert (attributes["update_rule"], attributes["scale"]) == (b"gated", 1.0)
 
 
 @pytest.mark.parametrize("fire", [use_state_slots, decompose_linear])
@@ -161,7 +168,9 @@ def test_states_that_do_not_stay_in_a_pool_are_refused(case: Case, edit: Edit) -
         (CONV, {"state_update_capacity": 1}, "state_update_capacity 1; 0 alone"),
         (CONV, {"activation": "gelu"}, r"activation 'gelu'; it must be one of \('none', 'silu'"),
         (CONV, {"padding": 1}, r"not understood: \['padding'\]"),
-        (DELTA, {"update_rule": "delta"}, "update_rule 'delta'; 'gated_delta' alone"),
+        (DELTA, {"update_rule": "delta"}, "update_rule 'delta'; it must be one of"),
+        (DELTA, {"update_rule": "gated"}, "'gated' and the beta 'beta'; beta is understood with"),
+        (GATED, {"update_rule": "gated_delta"}, r"inputs \[0, 3, 4, 5, 6\] are needed"),
         (DELTA, {"gate_activation": "mamba"}, "gate_activation 'mamba'; it must be one of"),
         (DELTA, {"gate_activation": "none"}, "a_log and dt_bias with the gate qwen alone"),
         (DELTA, {"beta_activation": "tanh"}, "beta_activation 'tanh'; it must be one of"),

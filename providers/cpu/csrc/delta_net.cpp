@@ -74,8 +74,9 @@ struct Run {
       for (int64_t head = 0; head < net.value_heads; head++) {
         float log = net.decay[from + head];
         if (net.a_log) log = -std::exp(net.a_log[head]) * softplus(log + net.dt_bias[head]);
-        const float beta = net.beta[from + head];
         tokens.decays[to + head] = std::exp(log);
+        if (!net.has_delta_rule) continue;
+        const float beta = net.beta[from + head];
         tokens.betas[to + head] = net.has_sigmoid ? 1.f / (1.f + std::exp(-beta)) : beta;
       }
     }

@@ -154,7 +154,7 @@ struct ConvPart {
 struct DeltaTokens {
   int64_t first, count;  // of the net's tokens
   float* keys;      // [key_heads][count][2][padded key_size], a key, then the query times the scale
-  float* products;  // [key_heads][count], of both
+  float* products;  // [key_heads][count], of both; like betas not set without the delta rule
   float* decays;    // [count][value_heads], exp(g)
   float* betas;     // likewise
 };

@@ -46,6 +46,11 @@ std::unique_ptr<DeltaKernel> make_kernel(const Api& api, const ort::KernelInfo* 
   if (!std::isfinite(net.scale))
     fail(api, ort::kInvalidArgument, "%s: scale must be finite, found %g", kName,
          static_cast<double>(net.scale));
+  const std::string rule = read_text(api, info, kName, "update_rule", "gated_delta");
+  if (rule != "gated_delta" && rule != "gated")
+    fail(api, ort::kInvalidArgument, "%s: update_rule must be gated_delta or gated, found %s",
+         kName, rule.c_str());
+  net.has_delta_rule = rule == "gated_delta";
   net.is_normalized = has_flag(api, info, "qk_l2_norm");
   net.has_sigmoid = is_text(api, info, "beta_activation", "sigmoid");
   auto kernel = std::make_unique<DeltaKernel>(DeltaKernel{api, net});
@@ -91,7 +96,11 @@ void compute(const DeltaKernel& kernel, ort::KernelContext* context) {
   check_sizes(net);
   const int64_t tokens = net.slots.num_tokens;
   net.decay = call.tensor(kDeltaDecay, "decay", {tokens, net.value_heads}).as<const float>();
-  net.beta = call.tensor(kDeltaBeta, "beta", {tokens, net.value_heads}).as<const float>();
+  if (call.has(kDeltaBeta) != net.has_delta_rule)
+    fail(kernel.api, ort::kInvalidArgument, "%s: beta must be given with the delta rule alone",
+         kName);
+  if (net.has_delta_rule)
+    net.beta = call.tensor(kDeltaBeta, "beta", {tokens, net.value_heads}).as<const float>();
   if (call.has(kDeltaALog) != call.has(kDeltaDtBias))
     fail(kernel.api, ort::kInvalidArgument, "%s: a_log and dt_bias must be given together", kName);
   if (call.has(kDeltaALog)) {
@@ -116,8 +125,8 @@ ort::CustomOp delta_net_operator() {
   ort::CustomOp op = pool_operator<kDeltaPool, kDeltaLengths, kDeltaInputs>();
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
-    const bool is_optional =
-        index == kDeltaKey || index == kDeltaValue || index == kDeltaALog || index == kDeltaDtBias;
+    const bool is_optional = index == kDeltaKey || index == kDeltaValue || index == kDeltaBeta ||
+                             index == kDeltaALog || index == kDeltaDtBias;
     return is_optional ? ort::kOptional : ort::kRequired;
   };
   set_kernel<DeltaKernel, make_kernel, compute>(op);
