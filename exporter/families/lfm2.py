@@ -39,14 +39,15 @@ _SECOND_NAMES: Final[Mapping[str, str]] = {
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """LFM2: features of its feed-forward layers are a part of what the configuration says."""
-    layers = _layers(config)
+    num_layers = config.require("num_hidden_layers", int)
+    layers = _layers(config, _counted(config, num_layers))
     spec = _read(config, "lfm2", _feed_forward_size(config), context_length)
     return _with_convolutions(config, spec, layers)
 
 
 def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSpec:
     """LFM2-MoE: experts that sigmoids choose, behind the first layers."""
-    layers = _layers(config)
+    layers = _layers(config, config.require("layer_types", list))
     spec = _read(config, "lfm2_moe", config.get("intermediate_size", int, 7168), context_length)
     dense = config.get("num_dense_layers", int, 2)
     sparse = tuple(layer >= dense for layer in range(spec.num_layers))
@@ -131,21 +132,26 @@ def _with_convolutions(config: Config, spec: ArchSpec, layers: tuple[bool, ...])
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
 
 
-def _layers(config: Config) -> tuple[bool, ...]:
-    """Which layers are convolutions: as `layer_types` says, or all but `full_attn_idxs`."""
-    num_layers = config.require("num_hidden_layers", int)
+def _counted(config: Config, num_layers: int) -> list[str]:
+    """The types of layers: as `layer_types` says, or all but `full_attn_idxs` are convolutions."""
     places = config.get("full_attn_idxs", list, list(range(num_layers)))
     counted = [_FULL if layer in places else _CONV for layer in range(num_layers)]
     types = config.get("layer_types", list, counted)
-    if len(types) != num_layers or not all(kind in (_CONV, _FULL) for kind in types):
-        raise UnsupportedModelError(
-            f"{config.path}: layer_types is {types}; supported are {num_layers} entries (one a "
-            f"layer) from {_FULL!r} and {_CONV!r}."
-        )
     if config.has("full_attn_idxs") and types != counted:
         raise CheckpointError(
             f"{config.path}: full_attn_idxs is {places} and layer_types is {types}, which differ; "
             "remove the one that the model was not trained with."
+        )
+    return types
+
+
+def _layers(config: Config, types: list[str]) -> tuple[bool, ...]:
+    """Which layers are convolutions. Raises UnsupportedModelError for others than are known."""
+    num_layers = config.require("num_hidden_layers", int)
+    if len(types) != num_layers or not all(kind in (_CONV, _FULL) for kind in types):
+        raise UnsupportedModelError(
+            f"{config.path}: layer_types is {types}; supported are {num_layers} entries (one a "
+            f"layer) from {_FULL!r} and {_CONV!r}."
         )
     if _FULL not in types:
         raise UnsupportedModelError(
