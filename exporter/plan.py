@@ -237,7 +237,7 @@ def _linear_vectors(
 ) -> dict[str, VectorPlan]:
     """What a layer without attention has beside its products."""
     role, heads = f"{role}linear.", (linear.value_heads,)
-    kernel = (linear.channels, 1, linear.kernel)
+    kernel = (linear.channels, *names.conv_axes, linear.kernel)
     return {
         role + "conv": VectorPlan(prefix + names.linear_conv, kernel),
         role + "a_log": VectorPlan(prefix + names.linear_a_log, heads, is_exact=True),
@@ -263,6 +263,11 @@ def _linear_matrices(
         *qkv, z = _by_head(tensors[0], linear.key_heads, rows, hidden)
         ba = _by_head(tensors[1], linear.key_heads, (shared, shared), hidden)
         first, second = (tuple(part for kind in kinds for part in kind) for kinds in (qkv, ba))
+    elif len(tensors) == 3:  # the last one by key heads
+        shared = heads // linear.key_heads
+        first, z = (Part(tensors[0], linear.channels),), (Part(tensors[1], linear.value_width),)
+        ba = _by_head(tensors[2], linear.key_heads, (shared, shared), hidden)
+        second = tuple(part for kind in ba for part in kind)
     else:
         first, z = (Part(tensors[0], linear.channels),), (Part(tensors[1], linear.value_width),)
         second = tuple(Part(tensor, heads) for tensor in tensors[2:])
@@ -319,16 +324,27 @@ def _latent_matrices(
         found["q_b"] = _stacked(prefix, (names.latent_q_b,), (queries,), rank, biased=False)
     parts = (first[0], names.latent_kv_a)
     found["qkv"] = _stacked(prefix, parts, (first[1], latent.row_size), hidden, biased=False)
-    keys, values = latent.nope_size, latent.value_size
-    tensor, height = f"{prefix}{names.latent_kv_b}.weight", keys + values
-    shape = (heads * height, latent.kv_rank)
-    ups = [
-        tuple(Part(tensor, rows, head * height + start, shape) for head in range(heads))
-        for rows, start in ((keys, 0), (values, keys))
-    ]
+    ups = _latent_parts(heads, latent, names, prefix)
     found["k_up"] = MatrixPlan(ups[0], latent.kv_rank, is_exact=True, apart=True)
     found["v_up"] = MatrixPlan(ups[1], latent.kv_rank, is_exact=True, by_rows=True)
     return {role + name: one for name, one in found.items()}
+
+
+def _latent_parts(
+    heads: int, latent: LatentSpec, names: TensorNames, prefix: str
+) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """Of each head what makes its keys, and what makes its values."""
+    keys, values, rank = latent.nope_size, latent.value_size, latent.kv_rank
+    if names.latent_apart is None:
+        tensor = f"{prefix}{names.latent_kv_b}.weight"
+        first, second = _by_head(tensor, heads, (keys, values), rank)
+        return first, second
+    k, v = (f"{prefix}{name}.weight" for name in names.latent_apart)
+    across, along = (heads, rank, keys), (heads, values, rank)
+    return (
+        tuple(Part(k, keys, head * keys, across, is_transposed=True) for head in range(heads)),
+        tuple(Part(v, values, head * values, along) for head in range(heads)),
+    )
 
 
 def _feed_forward(

@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.gguf import blocks
-from onnxport.exporter.gguf.layouts import GATE_BIAS, GATE_UP_BIAS, UP_BIAS
+from onnxport.exporter.gguf.layouts import DECAYS, GATE_BIAS, GATE_UP_BIAS, UP_BIAS
 from onnxport.exporter.packed import PackedMatrix
 from onnxport.exporter.shard import DTYPES, Shard
 
@@ -111,8 +112,20 @@ class GgufCheckpoint(Checkpoint):
         if len(shape) > 1:
             return super().read(name)
         values = blocks.decode(self._tensors[name].dtype, name, self._data(name, 0, 1))
+        if name.endswith(DECAYS):
+            return self._log_of_decays(name, to_float32(values).ravel())
         heads = self._turned.get(name)
         return values.ravel() if heads is None else _halves(values.ravel(), heads).ravel()
+
+    def _log_of_decays(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What other checkpoints have. Raises CheckpointError where that is no number."""
+        if not (values < 0).all():
+            raise CheckpointError(
+                f"{self._owners[name].path}: {name} has numbers that are not below 0, as decays "
+                "of states are. Download it again."
+            )
+        found: NDArray[np.float32] = np.log(-values)
+        return found
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows `start` to `stop`, [rows, columns].

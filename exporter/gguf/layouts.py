@@ -19,6 +19,7 @@ GATE_BIAS: Final = "ffn_gate_exps.bias"
 UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 ROUTER: Final = "ffn_gate_inp.weight"
+DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
 
 LAYOUT: Final = TensorNames(
     embedding="token_embd.weight",
@@ -44,8 +45,25 @@ LAYOUT: Final = TensorNames(
     down_norm="post_ffw_norm.weight",
     ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS),  # which tables of the RoPE are made of
 )
+_CONVOLUTIONS: Final[Mapping[str, Any]] = {
+    "final_norm": "token_embd_norm.weight",
+    "linear_in": ("shortconv.in_proj",),
+    "linear_conv": "shortconv.conv.weight",
+    "linear_o": ("shortconv.out_proj",),
+    "conv_axes": (),
+}
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "afmoe": {"attention_gate": "attn_gate"},
+    "deepseek2": {
+        "latent_q": "attn_q",
+        "latent_q_a": "attn_q_a",
+        "latent_q_norm": "attn_q_a_norm.weight",
+        "latent_q_b": "attn_q_b",
+        "latent_kv_a": "attn_kv_a_mqa",
+        "latent_kv_norm": "attn_kv_a_norm.weight",
+        "latent_apart": ("attn_k_b", "attn_v_b"),
+    },
     "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {
         "post_norm": "post_attention_norm.weight",
@@ -54,7 +72,19 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_gate_up_bias": GATE_UP_BIAS,
         "expert_down_bias": "ffn_down_exps.bias",
     },
+    "lfm2": _CONVOLUTIONS,
+    "lfm2moe": _CONVOLUTIONS,
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
+    "qwen3next": {
+        "post_norm": "post_attention_norm.weight",
+        "linear_in": ("attn_qkv", "attn_gate", "ssm_ba"),
+        "linear_conv": "ssm_conv1d.weight",
+        "linear_a_log": DECAYS,
+        "linear_dt_bias": "ssm_dt.bias",
+        "linear_norm": "ssm_norm.weight",
+        "linear_o": ("ssm_out",),
+        "conv_axes": (),
+    },
     "seed_oss": {"post_norm": "post_attention_norm.weight"},
 }
 
