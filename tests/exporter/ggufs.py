@@ -376,6 +376,8 @@ def tensors(
     found = dict(_recent(found, config, architecture))
     for name, values in _with_experts_joined(found).items():
         spelled = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if "feed_forward.experts" in spelled:
+            spelled = spelled.removeprefix("model.")
         base, dot, suffix = spelled.rpartition(".")
         if name.endswith("A_log"):
             base, dot, suffix = name, "", ""
