@@ -15,12 +15,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from benchmarks import make_gguf
 from onnxport.errors import CheckpointError, ExportError
 from onnxport.exporter import weights
 from onnxport.exporter.export import export_model
+from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
+from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Attention
@@ -94,6 +97,54 @@ def check_same(source: Path, path: Path, folder: Path, **options: Any) -> None:
     for file in FILES:
         if (expected / file).exists():  # of some models there is one graph alone
             assert (found / file).read_bytes() == (expected / file).read_bytes()
+
+
+def test_products_of_latents_in_blocks(tmp_path: Path) -> None:
+    """Those of keys lie across, and blocks are of a latent's numbers of one head."""
+    one = case("deepseek-v3-halves")
+    sizes = {"qk_nope_head_dim": 32, "rope_interleave": True, "n_shared_experts": 1}
+    one = replace(one, config={**one.config, **sizes}, shards=False)
+    checkpoints.make(one, tmp_path / "checkpoint")
+
+    def pick(name: str, values: NDArray[np.float32]) -> Kind:
+        return Kind.Q8_0 if name.endswith(("attn_k_b.weight", "attn_v_b.weight")) else Kind.F32
+
+    extra = {"deepseek2.expert_gating_func": 2}
+    path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", pick, extra=extra)
+    weights_path = tmp_path / "checkpoint" / "model.safetensors"
+    tensors = load_file(weights_path)
+    for name in [each for each in tensors if each.endswith("kv_b_proj.weight")]:
+        both = tensors[name].numpy().reshape(4, -1, one.config["kv_lora_rank"])
+        k, v = rounded(both[:, :32].swapaxes(1, 2)).swapaxes(1, 2), rounded(both[:, 32:])
+        joined = np.concatenate([k, v], axis=1).reshape(tensors[name].shape)
+        tensors[name] = torch.from_numpy(joined)
+    save_file(tensors, weights_path)
+    check_same(tmp_path / "checkpoint", path, tmp_path)
+
+
+def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What blocks of Q8_0 make of numbers."""
+    stored = gguf.quants.quantize(np.ascontiguousarray(values), Kind.Q8_0)
+    found: NDArray[np.float32] = gguf.quants.dequantize(stored, Kind.Q8_0)
+    return found
+
+
+def test_decays_of_states(tmp_path: Path) -> None:
+    """Files have what others have the logarithm of, and its sign turned."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3next")
+    decays = -np.exp(np.array([-3.0, 0.5, 2.0], np.float32))
+    writer.add_tensor("blk.0.ssm_a", decays)
+    writer.add_tensor("blk.1.ssm_a", np.array([-1.0, 0.0, -2.0], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GgufCheckpoint([GgufShard(tmp_path / "model.gguf")], {}) as found:
+        np.testing.assert_allclose(found.read("blk.0.ssm_a"), [-3.0, 0.5, 2.0], rtol=1e-6)
+        with pytest.raises(
+            CheckpointError, match=r"blk\.1\.ssm_a has numbers that are not below 0"
+        ):
+            found.read("blk.1.ssm_a")
 
 
 @pytest.mark.parametrize("kind", [Kind.BF16, Kind.F32])
