@@ -288,7 +288,9 @@ def _kinds(facts: Facts, layers: int | None = None) -> list[str]:
     """The layers' types: as a list says, or every so many sees all; of all of them, or so many."""
     if layers is None:
         layers = facts.num_layers()
-    if facts.metadata.holds(_PATTERN, list):
+    meta = facts.metadata
+    meta.expect("rope.freq_base_swa", meta.get("rope.freq_base", float, 10_000.0))
+    if meta.holds(_PATTERN, list):
         slides = _by_layer(facts, _PATTERN, layers)
     else:
         every = facts.count(_PATTERN, _EVERY)

@@ -428,6 +428,8 @@ def test_which_layers_slide() -> None:
 
 def test_windows_of_exaone4() -> None:
     assert spec(facts("exaone4")).rotated_layers is None
+    with pytest.raises(UnsupportedModelError, match=r"rope\.freq_base_swa is 5\.0"):
+        spec(facts("exaone4", attention__sliding_window=8, rope__freq_base_swa=5.0))
     windowed = spec(facts("exaone4", block_count=4, attention__sliding_window=8))
     assert windowed.sliding_window == (8, 8, 8, None)
     largest = spec(facts("exaone4", block_count=64))
