@@ -104,41 +104,42 @@ def mix_by_rows(
     return ops.cast(g, heads, dtype, "delta.cast")
 
 
-def transposed(g: GraphBuilder, x: str, name: str) -> str:
-    """Channels ahead of tokens, or tokens ahead of channels; [batch, …, …]."""
-    return g.node("Transpose", [x], name=name, perm=_CHANNELS_FIRST)
-
-
-def keep_inputs(g: GraphBuilder, padding: Padding, layer: int, read: str) -> None:
-    """Return the last inputs of the convolution, that are some, as a row's state.
-
-    Args:
-        g: The builder.
-        padding: Which tokens are some.
-        layer: Its number.
-        read: What the convolution reads, [batch, seq, channels].
-    """
+def keep_inputs(g: GraphBuilder, padding: Padding, layer: int, x: str) -> None:
+    """Return the last inputs of the convolution, that are some, as a row's state."""
     past, present = names.gqa_past_conv_state(layer), names.gqa_present_conv_state(layer)
-    before = transposed(g, past, "state.read")
-    inputs = g.node("Concat", [before, read], name="state.inputs", axis=1)
+    before = g.node("Transpose", [past], name="state.read", perm=_CHANNELS_FIRST)
+    inputs = g.node("Concat", [before, x], name="state.inputs", axis=1)
     kept = g.node("GatherND", [inputs, padding.kept], name="state.kept", batch_dims=1)
     g.node("Transpose", [kept], outputs=[present], name="state.write", perm=_CHANNELS_FIRST)
+
+
+def convolve_rows(
+    g: GraphBuilder,
+    layer: int,
+    x: str,
+    kernel: str,
+    bias: str = "",
+    *,
+    activation: str = "silu",
+) -> str:
+    """The convolution, [batch, seq, channels] as its input x, behind "silu" or "none"."""
+    first = g.node("Transpose", [x], name="conv.in", perm=_CHANNELS_FIRST)
+    output, _ = g.node(
+        "CausalConvWithState",
+        [first, kernel, bias, names.gqa_past_conv_state(layer)],
+        outputs=[".out", ".state"],  # with what is no token
+        domain=names.MICROSOFT,
+        name="conv",
+        activation=activation,
+    )
+    return g.node("Transpose", [output], name="conv.back", perm=_CHANNELS_FIRST)
 
 
 def _mixed(
     g: GraphBuilder, linear: LinearAttentionSpec, layer: int, inputs: DeltaInputs
 ) -> tuple[str, ...]:
     """Queries, keys and values behind the convolution, float32 [batch, seq, width]."""
-    first = transposed(g, inputs.qkv, "conv.in")
-    output, _ = g.node(
-        "CausalConvWithState",
-        [first, inputs.kernel, "", names.gqa_past_conv_state(layer)],
-        outputs=[".out", ".state"],  # with what is no token
-        domain=names.MICROSOFT,
-        name="conv",
-        activation="silu",
-    )
-    last = transposed(g, output, "conv.back")
+    last = convolve_rows(g, layer, inputs.qkv, inputs.kernel)
     mixed = ops.cast(g, last, TensorProto.FLOAT, "conv.cast")
     sizes = np.array([linear.key_width, linear.key_width, linear.value_width], np.int64)
     return g.node(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from onnxport.exporter.linear_batch import Padding, keep_inputs, transposed
+from onnxport.exporter.linear_batch import Padding, convolve_rows, keep_inputs
 from onnxport.exporter.weights import StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import linear_attention as nodes
@@ -36,20 +36,7 @@ def convolve_by_slots(g: GraphBuilder, layer: int, inputs: ConvInputs) -> str:
 def convolve_by_rows(g: GraphBuilder, padding: Padding, layer: int, inputs: ConvInputs) -> str:
     """The convolution in the GQA graph."""
     keep_inputs(g, padding, layer, inputs.x)
-    output, _ = g.node(
-        "CausalConvWithState",
-        [
-            transposed(g, inputs.x, "conv.in"),
-            inputs.kernel,
-            inputs.bias,
-            names.gqa_past_conv_state(layer),
-        ],
-        outputs=[".out", ".state"],  # with what is no token
-        domain=names.MICROSOFT,
-        name="conv",
-        activation="none",
-    )
-    return transposed(g, output, "conv.back")
+    return convolve_rows(g, layer, inputs.x, inputs.kernel, inputs.bias, activation="none")
 
 
 def short_convolution(

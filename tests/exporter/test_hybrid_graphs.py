@@ -17,13 +17,13 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.cpu.library import find_library
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID, SHORT_CONV
+from tests.exporter.checkpoints import HYBRID, SHORT_CONV, SPACES
 from tests.exporter.run_graphs import Graph, Kind, check_golden, greedy, start
 from tests.exporter.test_genai import PROMPT, generate
 
 Exported = tuple[PreTrainedModel, Artifact]
 KERNEL = find_library()
-CASES = {**HYBRID, **SHORT_CONV}
+CASES = {**HYBRID, **SPACES, **SHORT_CONV}
 KINDS: list[Kind] = ["gqa", "decomposed", "custom"]
 
 
@@ -70,6 +70,7 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
     [
         *(("qwen3.5", "int4"), ("qwen3.5", "int8"), ("qwen3.5-tied", "fp16")),
         *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
+        *(("granite-4", "int4"), ("granite-4-dense", "fp16"), ("bamba-biases", "int8")),
         *(("lfm2", "int4"), ("lfm2-biases", "fp16"), ("lfm2-moe", "int4")),
     ],
 )

@@ -37,7 +37,6 @@ SPACE = StateSpaceSpec(
     state_size=16,
     kernel=4,
     conv_bias=True,
-    projection_bias=False,
     layers=(True, True, False, True),
 )
 CONV = ShortConvSpec(

@@ -25,7 +25,7 @@ from onnxport.providers.pool import plan_pool
 from onnxport.providers.registry import get_provider
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID
+from tests.exporter.checkpoints import HYBRID, SPACES
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.linear import Stateful
 from tests.providers.models import opened
@@ -33,7 +33,10 @@ from tests.providers.models import opened
 Made = tuple[Path, PreTrainedModel]
 Maker = Callable[[str, str], Made]
 KINDS: tuple[Attention, ...] = ("custom", "decomposed")
-CASES = ("qwen3.5", "qwen3.5-tied", "qwen3-next", "qwen3-next-dense-layers")
+CASES = (
+    *("qwen3.5", "qwen3.5-tied", "qwen3-next", "qwen3-next-dense-layers"),
+    *("granite-4", "granite-4-dense", "bamba"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     def make(case: str, precision: str) -> Made:
         if (case, precision) not in found:
             folder = tmp_path_factory.mktemp(f"{case}-{precision}")
-            model = checkpoints.make(HYBRID[case], folder / "checkpoint")
+            model = checkpoints.make({**HYBRID, **SPACES}[case], folder / "checkpoint")
             options = ExportOptions(precision=precision, threads=1, group_size=32)
             path = export_model(folder / "checkpoint", folder / "artifact", options)
             found[case, precision] = path, model
@@ -80,7 +83,7 @@ def test_logits_are_transformers(made: Maker, case: str, attention: Attention) -
                 np.testing.assert_allclose(np.concatenate(parts), wanted[row], atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next", "granite-4"])
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch_whole_and_in_chunks(
     made: Maker, case: str
 ) -> None:

@@ -41,6 +41,7 @@ MADE = (
     ("qwen3-next", "fp32", "decomposed"),
     ("lfm2", "fp32", "decomposed"),
     ("lfm2-moe", "int4", "custom"),
+    ("granite-4", "int4", "custom"),
 )
 
 
@@ -52,7 +53,8 @@ def artifact(
     if attention == "custom" and find_library() is None:
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
     folder = tmp_path_factory.mktemp(case)
-    checkpoints.make({**checkpoints.HYBRID, **checkpoints.SHORT_CONV}[case], folder / "checkpoint")
+    known = {**checkpoints.HYBRID, **checkpoints.SPACES, **checkpoints.SHORT_CONV}
+    checkpoints.make(known[case], folder / "checkpoint")
     options = export_options(precision)
     return export_model(folder / "checkpoint", folder / "artifact", options), attention
 
