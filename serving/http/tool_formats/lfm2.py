@@ -8,11 +8,9 @@ cards and chat templates.
 
 from __future__ import annotations
 
+from onnxport.serving.called_messages import END, START, is_lfm2
 from onnxport.serving.http.tool_formats.base import ToolFormat, Written
 from onnxport.serving.http.tool_formats.pythonic import PythonicReader
-
-START, END = "<|tool_call_start|>", "<|tool_call_end|>"
-_SIGNS = (START, "<|tool_list_start|>", "List of tools: [")
 
 LFM2 = ToolFormat(
     "lfm2",
@@ -20,5 +18,5 @@ LFM2 = ToolFormat(
     further=(END,),
     read=PythonicReader(START, END),
     written=Written(f"{START}[", f"]{END}", between_calls=", "),
-    recognizes=lambda template: any(sign in template for sign in _SIGNS),
+    recognizes=is_lfm2,
 )
