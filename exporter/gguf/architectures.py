@@ -24,6 +24,7 @@ class Architecture:
 
     config: Callable[[Facts], Values]  # the keys of config.json, with transformers' class
     neighbours: bool = False  # rows of queries and keys: see `GgufCheckpoint`
+    tiled: bool = False  # value heads of states: see `orders`
 
 
 def read_config(facts: Facts) -> tuple[Architecture, Values]:
@@ -270,6 +271,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3": Architecture(_qwen3),
     "qwen3moe": Architecture(_qwen3_moe),
+    "qwen35": Architecture(recent.qwen3_5, tiled=True),
+    "qwen35moe": Architecture(recent.qwen3_5_moe, tiled=True),
     "qwen3next": Architecture(recent.qwen3_next),
     "seed_oss": Architecture(_seed_oss),
     "smollm3": Architecture(_smollm3, neighbours=True),

@@ -24,6 +24,7 @@ def common(
     norm: str = RMS_NORM,
     epsilon: str = "rms_norm_eps",
     partial: bool = False,
+    size: int | None = None,
 ) -> Values:
     """What all architectures share.
 
@@ -34,6 +35,7 @@ def common(
         norm: The key of the norms' epsilon.
         epsilon: What that is called in `config.json`.
         partial: A part of each head may rotate.
+        size: Features of a dense feed-forward layer where the file does not say it; None: it must.
     """
     meta = facts.metadata
     hidden = facts.count("embedding_length")
@@ -48,7 +50,7 @@ def common(
         "architectures": [model],
         "vocab_size": facts.vocab_size(),
         "hidden_size": hidden,
-        "intermediate_size": meta.require("feed_forward_length", int),
+        "intermediate_size": facts.count("feed_forward_length", size),
         "num_hidden_layers": facts.num_layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or facts.count("attention.head_count_kv", heads),

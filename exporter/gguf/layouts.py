@@ -52,6 +52,16 @@ _CONVOLUTIONS: Final[Mapping[str, Any]] = {
     "linear_o": ("shortconv.out_proj",),
     "conv_axes": (),
 }
+_DELTA_NETS: Final[Mapping[str, Any]] = {
+    "post_norm": "post_attention_norm.weight",
+    "linear_in": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
+    "linear_conv": "ssm_conv1d.weight",
+    "linear_a_log": DECAYS,
+    "linear_dt_bias": "ssm_dt.bias",
+    "linear_norm": "ssm_norm.weight",
+    "linear_o": ("ssm_out",),
+    "conv_axes": (),
+}
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
@@ -75,16 +85,9 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
-    "qwen3next": {
-        "post_norm": "post_attention_norm.weight",
-        "linear_in": ("attn_qkv", "attn_gate", "ssm_ba"),
-        "linear_conv": "ssm_conv1d.weight",
-        "linear_a_log": DECAYS,
-        "linear_dt_bias": "ssm_dt.bias",
-        "linear_norm": "ssm_norm.weight",
-        "linear_o": ("ssm_out",),
-        "conv_axes": (),
-    },
+    "qwen35": _DELTA_NETS,
+    "qwen35moe": _DELTA_NETS,
+    "qwen3next": {**_DELTA_NETS, "linear_in": ("attn_qkv", "attn_gate", "ssm_ba")},
     "seed_oss": {"post_norm": "post_attention_norm.weight"},
 }
 

@@ -151,7 +151,7 @@ def exaone_moe(facts: Facts) -> Values:
     meta = facts.metadata
     meta.expect("expert_gating_func", SIGMOID)
     values = common(facts, "ExaoneMoeForCausalLM")
-    further = meta.get("nextn_predict_layers", int, 0)
+    further = facts.further_layers()
     layers = values["num_hidden_layers"] - further
     size = meta.require("expert_feed_forward_length", int)
     shared = meta.get("expert_shared_count", int, 0)
@@ -249,10 +249,41 @@ def minimax_m2(facts: Facts) -> Values:
 
 
 def qwen3_next(facts: Facts) -> Values:
-    """Qwen3-Next: all but every fourth layer are gated delta nets, unless told otherwise."""
+    """Qwen3-Next: experts in each layer, and a shared one."""
+    return _delta_nets(facts, "Qwen3NextForCausalLM") | _with_shared_expert(facts)
+
+
+def qwen3_5(facts: Facts) -> Values:
+    """Qwen3.5, dense."""
+    return _delta_nets(facts, "Qwen3_5ForCausalLM")
+
+
+def qwen3_5_moe(facts: Facts) -> Values:
+    """Qwen3.5 with experts in each layer, and a shared one; no layer is dense."""
+    values = _delta_nets(facts, "Qwen3_5MoeForCausalLM", size=1) | _with_shared_expert(facts)
+    return {key: one for key, one in values.items() if key != "intermediate_size"}
+
+
+def _with_shared_expert(facts: Facts) -> Values:
+    """Qwen's experts, whose weights add up to 1, as llama.cpp knows."""
     meta = facts.metadata
     meta.expect("expert_weights_norm", True)
-    values = common(facts, "Qwen3NextForCausalLM", partial=True) | experts(facts)
+    return experts(facts) | {
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "shared_expert_intermediate_size": meta.require("expert_shared_feed_forward_length", int),
+        "norm_topk_prob": True,
+    }
+
+
+def _delta_nets(facts: Facts, model: str, size: int | None = None) -> Values:
+    """Layers of gated delta nets, which are all but every fourth unless told otherwise.
+
+    `size` is of dense layers, of which there are none; see `common`. What guesses further tokens is
+    in layers behind the last one.
+    """
+    meta = facts.metadata
+    values = common(facts, model, partial=True, size=size)
+    meta.get("rope.dimension_sections", list, None)  # of positions in images; texts have one
     value_heads, inner = facts.count("ssm.time_step_rank"), facts.count("ssm.inner_size")
     if inner % value_heads:
         raise CheckpointError(
@@ -268,9 +299,7 @@ def qwen3_next(facts: Facts) -> Values:
         "linear_num_key_heads": meta.require("ssm.group_count", int),
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": inner // value_heads,
-        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
-        "shared_expert_intermediate_size": meta.require("expert_shared_feed_forward_length", int),
-        "norm_topk_prob": True,
+        "num_hidden_layers": values["num_hidden_layers"] - facts.further_layers(),
     }
 
 

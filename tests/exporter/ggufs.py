@@ -35,6 +35,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
     "qwen3_next": "qwen3next",
     "dots1": "dots1",
     "ernie4_5": "ernie4_5",
@@ -58,6 +60,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
 }
+DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 NEIGHBOURS = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
 SINKS = "self_attn.sinks.weight"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -276,7 +279,7 @@ def recent(config: Mapping[str, Any], architecture: str, head: int) -> dict[str,
         keys["{arch}.expert_group_used_count"] = config["topk_group"]
     if architecture == "deepseek2":
         keys |= _latent(config)
-    if architecture == "qwen3next":
+    if architecture in DELTA_NETS:
         heads = config["linear_num_value_heads"]
         keys["{arch}.ssm.conv_kernel"] = config["linear_conv_kernel_dim"]
         keys["{arch}.ssm.state_size"] = config["linear_key_head_dim"]
@@ -406,16 +409,36 @@ def _recent(
             yield name.replace("kv_b_proj", "k_b_proj"), np.ascontiguousarray(k)
             yield name.replace("kv_b_proj", "v_b_proj"), np.ascontiguousarray(v)
             continue
-        if architecture == "qwen3next":
+        if architecture in DELTA_NETS:
             if name.endswith("in_proj_qkvz.weight"):
                 yield from _by_kind(name, values, config)
                 continue
+            if architecture != "qwen3next" and "linear_attn" in name:
+                values = _tiled(name, values, config)
             if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
                 values = values + np.float32(1)
             if name.endswith("A_log"):
                 values = -np.exp(values)
             name = name.replace("dt_bias", "dt_proj.bias")
         yield name.replace("expert_bias", "expert_bias.bias"), values
+
+
+def _tiled(name: str, values: Array, config: Mapping[str, Any]) -> Array:
+    """First value heads of all key heads ahead of second ones, as Qwen3.5's files have them."""
+    key_heads, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    behind = 2 * key_heads * config["linear_key_head_dim"]
+
+    def moved(rows: Array) -> Array:
+        groups = rows.reshape(key_heads, config["linear_num_value_heads"] // key_heads, -1)
+        return np.ascontiguousarray(groups.swapaxes(0, 1)).reshape(rows.shape)
+
+    kind = name.partition("linear_attn.")[2].removesuffix(".weight")
+    if kind == "out_proj":
+        return np.ascontiguousarray(moved(np.ascontiguousarray(values.T)).T)
+    if kind in ("in_proj_qkv", "conv1d"):
+        assert len(values) == behind + config["linear_num_value_heads"] * size
+        return np.concatenate([values[:behind], moved(values[behind:])])
+    return values if kind == "norm" else moved(values)
 
 
 def _by_kind(name: str, values: Array, config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:

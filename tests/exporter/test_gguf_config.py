@@ -29,6 +29,18 @@ LAYER_NORM: Mapping[str, Any] = {
     "attention.layer_norm_rms_epsilon": None,
     "attention.layer_norm_epsilon": 1e-5,
 }
+DELTA_NETS: Mapping[str, Any] = {
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 32,
+}
+SHARED_EXPERT: Mapping[str, Any] = {
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 32,
+}
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {
@@ -68,16 +80,9 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "leading_dense_block_count": 1,
     },
     "minimax-m2": {"expert_gating_func": 2},
-    "qwen3next": {
-        "expert_feed_forward_length": 32,
-        "expert_shared_feed_forward_length": 32,
-        "full_attention_interval": 2,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 16,
-        "ssm.group_count": 2,
-        "ssm.time_step_rank": 4,
-        "ssm.inner_size": 32,
-    },
+    "qwen35": {**DELTA_NETS, "rope.dimension_sections": [2, 3, 3, 0]},
+    "qwen35moe": {**DELTA_NETS, **SHARED_EXPERT, "feed_forward_length": None},
+    "qwen3next": {**DELTA_NETS, **SHARED_EXPERT},
     "dots1": {"expert_gating_func": 2, "expert_feed_forward_length": 32},
     "gemma2": {"attention.sliding_window": 8},
     "gemma3": {"attention.sliding_window": 8},
@@ -92,7 +97,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 }
 WITH_EXPERTS = (
     *("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
-    *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen3next"),
+    *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
+    "qwen3next",
 )
 
 
@@ -455,3 +461,14 @@ def test_sizes_of_qwen3_next() -> None:
     assert spec(facts("qwen3next")).rope.rotary_dim == 16
     with pytest.raises(CheckpointError, match=r"ssm\.inner_size is 30, of 4 heads"):
         spec(facts("qwen3next", ssm__inner_size=30))
+
+
+@pytest.mark.parametrize("further", [2, 5, -1])
+def test_more_layers_behind_the_last_than_there_are(further: int) -> None:
+    with pytest.raises(CheckpointError, match=f"nextn_predict_layers is {further}, and there are"):
+        spec(facts("qwen35", nextn_predict_layers=further))
+
+
+def test_layers_behind_the_last_of_qwen3_5() -> None:
+    read = spec(facts("qwen35", block_count=3, nextn_predict_layers=1))
+    assert (read.num_layers, read.linear_layers) == (2, (0,))
