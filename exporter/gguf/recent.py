@@ -231,6 +231,7 @@ def _short_convolutions(facts: Facts, model: str) -> Values:
     return values | {
         "layer_types": [_FULL if one else "conv" for one in heads],
         "conv_L_cache": meta.require("shortconv.l_cache", int),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in facts.shapes),
     }
 
 

@@ -38,7 +38,7 @@ FILES = ("model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz")
 SAME = (
     *("afmoe", "cohere", "cohere2", "deepseek-v2", "deepseek-v2-lite"),
     *("deepseek-v3", "exaone4", "exaone-moe", "hunyuan-biases", "minimax-m2"),
-    *("lfm2", "lfm2-moe", "lfm2-moe-uncorrected"),
+    *("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-uncorrected"),
     *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
     *("gpt-oss", "granite", "granitemoe", "granitemoeshared", "llama", "llama-mha"),
     *("llama-mqa-biases", "llama-tied", "llama-one-layer", "llama-linear", "llama-yarn"),
@@ -375,6 +375,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2-moe": {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     "qwen3": {"head_dim": 128},
     "qwen3-moe": {"moe_intermediate_size": 768, "num_experts": 4},
+    "lfm2": {"head_dim": 16},  # which it computes
+    "qwen3.5": HEADS,
+    "qwen3.5-moe": HEADS,
 }
 
 
@@ -382,7 +385,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "name",
     [
         *("gemma2", "gemma3", "llama", "llama-tied", "mistral", "phi3", "qwen2"),
-        *("qwen2-moe", "qwen3", "qwen3-moe"),
+        *("qwen2-moe", "qwen3", "qwen3-moe", "lfm2", "minimax-m2"),
+        *("qwen3.5", "qwen3.5-moe"),
     ],
 )
 def test_logits_are_those_that_transformers_has_of_the_file(
@@ -391,8 +395,15 @@ def test_logits_are_those_that_transformers_has_of_the_file(
     one = case(name)
     one = replace(one, config={**one.config, **DEFAULTS.get(name, {})})
     checkpoints.make(one, tmp_path / "checkpoint")
-    ends = {f"tokenizer.ggml.{end}_token_id": 0 for end in ("bos", "eos", "padding")}
-    ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", Kind.Q8_0, extra=ends)
+    extra: dict[str, Any] = {
+        f"tokenizer.ggml.{end}_token_id": 0 for end in ("bos", "eos", "padding")
+    }
+    if name.startswith(("lfm2", "qwen3.5")):  # of which it counts the tokens
+        extra["tokenizer.ggml.tokens"] = [f"<{token}>" for token in range(checkpoints.VOCAB)]
+    if name.startswith("qwen3.5"):
+        architecture = "qwen35moe" if "moe" in name else "qwen35"
+        extra[f"{architecture}.rope.dimension_sections"] = [3, 3, 2, 0]
+    ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", Kind.Q8_0, extra=extra)
     # It asks for accelerate, and of a model on the CPU does not use it.
     monkeypatch.setattr(modeling_utils, "is_accelerate_available", lambda: True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").eval()
