@@ -218,12 +218,6 @@ def _gpt_oss(facts: Facts) -> Values:
     }
 
 
-def _olmo2(facts: Facts) -> Values:
-    return common(facts, "Olmo2ForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
-    }
-
-
 def _olmoe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", False)
     values = common(facts, "OlmoeForCausalLM") | experts(facts)
@@ -250,6 +244,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "deepseek2": Architecture(recent.deepseek2),
     "dots1": Architecture(_dots1),
     "ernie4_5": Architecture(_ernie),
+    "ernie4_5-moe": Architecture(recent.ernie_moe),
     "exaone-moe": Architecture(recent.exaone_moe),
     "exaone4": Architecture(recent.exaone4),
     "gemma2": Architecture(_gemma2),
@@ -264,7 +259,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "lfm2moe": Architecture(recent.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
-    "olmo2": Architecture(_olmo2),
+    "olmo2": Architecture(recent.olmo2),
     "olmoe": Architecture(_olmoe),
     "phi3": Architecture(_phi3),
     "qwen2": Architecture(_qwen2),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.gguf import blocks
-from onnxport.exporter.gguf.layouts import DECAYS, GATE_BIAS, GATE_UP_BIAS, UP_BIAS
+from onnxport.exporter.gguf.layouts import CORRECTION, DECAYS, GATE_BIAS, GATE_UP_BIAS, UP_BIAS
 from onnxport.exporter.gguf.orders import Order
 from onnxport.exporter.packed import PackedMatrix
 from onnxport.exporter.shard import DTYPES, Shard
@@ -54,6 +54,8 @@ class GgufCheckpoint(Checkpoint):
         for name, tensor in tuple(self._tensors.items()):
             if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
                 self._tensors[name] = replace(tensor, shape=(1, *tensor.shape))
+            if name.endswith(CORRECTION) and tensor.shape[:-1] == (1,):  # as ERNIE has it
+                self._tensors[name] = replace(tensor, shape=tensor.shape[1:])
         for name, tensor in self._tensors.items():
             bits, shape = blocks.BY_NAME[tensor.dtype].bits, tensor.shape
             order = self._orders.get(name)

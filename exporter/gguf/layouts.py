@@ -19,6 +19,7 @@ GATE_BIAS: Final = "ffn_gate_exps.bias"
 UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 ROUTER: Final = "ffn_gate_inp.weight"
+CORRECTION: Final = "exp_probs_b.bias"
 DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
 
 LAYOUT: Final = TensorNames(
@@ -37,7 +38,7 @@ LAYOUT: Final = TensorNames(
     router="ffn_gate_inp",
     expert_gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     expert_down=("ffn_down_exps.weight",),
-    correction="exp_probs_b.bias",
+    correction=CORRECTION,
     shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
     shared_down=("ffn_down_shexp",),
     shared_gate="ffn_gate_inp_shexp",

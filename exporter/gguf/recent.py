@@ -7,12 +7,12 @@ from typing import Any, Final
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.gguf.common import LAYER_NORM, SIGMOID, SOFTMAX, Values, common, experts
 from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.layouts import CORRECTION
 from onnxport.exporter.gguf.ropes import rope_parameters
 
 _WINDOW: Final = "attention.sliding_window"
 _PATTERN: Final = "attention.sliding_window_pattern"
 _KV_HEADS: Final = "attention.head_count_kv"
-_CORRECTION: Final = "exp_probs_b.bias"
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _EVERY: Final = 4  # layers, of which the last one sees all, where a file does not say it
@@ -135,6 +135,24 @@ def _yarn(facts: Facts, rope: Values) -> Values:
     return rope | {"mscale": magnitude, "mscale_all_dim": magnitude}
 
 
+def ernie_moe(facts: Facts) -> Values:
+    """ERNIE 4.5 with experts, whose weights add up to 1, as llama.cpp knows."""
+    meta = facts.metadata
+    meta.expect("expert_weights_norm", True)
+    meta.expect("expert_gating_func", SOFTMAX)
+    # Which is not what it says: the layer beside experts is as large as so many of them.
+    meta.get("expert_shared_feed_forward_length", int, 0)
+    return common(facts, "Ernie4_5_MoeForCausalLM") | {
+        "use_bias": facts.has("blk.0.attn_q.bias"),
+        "moe_num_experts": facts.num_experts(),
+        "moe_k": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "moe_num_shared_experts": meta.get("expert_shared_count", int, 0),
+        "moe_layer_start_index": meta.get("leading_dense_block_count", int, 0),
+        "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
+    }
+
+
 def exaone4(facts: Facts) -> Values:
     """EXAONE 4; of the model of 32B llama.cpp knows the window where the file does not say it."""
     values = common(facts, "Exaone4ForCausalLM")
@@ -213,7 +231,7 @@ def lfm2_moe(facts: Facts) -> Values:
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "num_dense_layers": meta.get("leading_dense_block_count", int, 0),
-        "use_expert_bias": any(name.endswith(_CORRECTION) for name in facts.shapes),
+        "use_expert_bias": any(name.endswith(CORRECTION) for name in facts.shapes),
     }
 
 
@@ -246,6 +264,23 @@ def minimax_m2(facts: Facts) -> Values:
     return values | {
         "num_local_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
+    }
+
+
+def olmo2(facts: Facts) -> Values:
+    """OLMo 2, and with windows OLMo 3, whose layers with one have RoPE as it is, unscaled."""
+    values = common(facts, "Olmo2ForCausalLM")
+    values["attention_bias"] = facts.has("blk.0.attn_q.bias")
+    window = facts.metadata.get(_WINDOW, int, 0)
+    if not window:
+        return values
+    rope = values["rope_parameters"]
+    own = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return values | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": _kinds(facts),
+        "rope_parameters": {_FULL: rope, _SLIDING: own},
     }
 
 

@@ -28,6 +28,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "cohere2": "cohere2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
     "exaone4": "exaone4",
     "exaone_moe": "exaone-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
@@ -51,6 +52,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "mistral": "llama",
     "mixtral": "llama",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "olmoe": "olmoe",
     "phi3": "phi3",
     "qwen2": "qwen2",
@@ -224,11 +226,21 @@ def recent(config: Mapping[str, Any], architecture: str, head: int) -> dict[str,
     if architecture in ("command-r", "cohere2"):
         keys["{arch}.logit_scale"] = float(config["logit_scale"])
         keys["{arch}.rope.scaling.type"] = "none"
-    if architecture in ("cohere2", "exaone4", "exaone-moe", "afmoe") and config["sliding_window"]:
+    sliding = ("cohere2", "exaone4", "exaone-moe", "afmoe", "olmo2")
+    if architecture in sliding and config.get("sliding_window"):
         keys["{arch}.attention.sliding_window"] = config["sliding_window"]
         if architecture != "cohere2":
             pattern = [kind == "sliding_attention" for kind in types]
             keys["{arch}.attention.sliding_window_pattern"] = pattern
+    if architecture == "ernie4_5-moe":
+        shared = config["intermediate_size"] // config["num_key_value_heads"]  # as it is written
+        keys["{arch}.expert_count"] = config["moe_num_experts"]
+        keys["{arch}.expert_used_count"] = config["moe_k"]
+        keys["{arch}.expert_feed_forward_length"] = config["moe_intermediate_size"]
+        keys["{arch}.expert_shared_count"] = config["moe_num_shared_experts"]
+        keys["{arch}.expert_shared_feed_forward_length"] = shared
+        keys["{arch}.interleave_moe_layer_step"] = config["moe_layer_interval"]
+        keys["{arch}.leading_dense_block_count"] = config["moe_layer_start_index"]
     if architecture == "minimax-m2":
         keys["{arch}.expert_feed_forward_length"] = config["intermediate_size"]
         keys["{arch}.rope.dimension_count"] = config.get("rotary_dim") or head

@@ -37,7 +37,7 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 FILES = ("model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz")
 SAME = (
     *("afmoe", "cohere", "cohere2", "deepseek-v2", "deepseek-v2-lite"),
-    *("deepseek-v3", "exaone4", "exaone-moe", "hunyuan-biases", "minimax-m2"),
+    *("deepseek-v3", "ernie-moe", "exaone4", "exaone-moe", "hunyuan-biases", "minimax-m2", "olmo3"),
     *("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-uncorrected"),
     *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
     *("gpt-oss", "granite", "granitemoe", "granitemoeshared", "llama", "llama-mha"),

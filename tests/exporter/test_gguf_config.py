@@ -70,6 +70,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "expert_weights_norm": True,
         "leading_dense_block_count": 1,
     },
+    "ernie4_5-moe": {"expert_feed_forward_length": 32, "leading_dense_block_count": 1},
     "hunyuan-moe": {"expert_shared_count": 1},
     "lfm2": {"attention.head_count_kv": [0, 4], "shortconv.l_cache": 3},
     "lfm2moe": {
@@ -98,7 +99,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 WITH_EXPERTS = (
     *("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
     *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
-    "qwen3next",
+    *("ernie4_5-moe", "qwen3next"),
 )
 
 
@@ -472,3 +473,26 @@ def test_more_layers_behind_the_last_than_there_are(further: int) -> None:
 def test_layers_behind_the_last_of_qwen3_5() -> None:
     read = spec(facts("qwen35", block_count=3, nextn_predict_layers=1))
     assert (read.num_layers, read.linear_layers) == (2, (0,))
+
+
+def test_olmo_3_is_known_by_its_windows() -> None:
+    assert spec(facts("olmo2")).family == "olmo2"
+    keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    keys |= {"rope__scaling__original_context_length": 64, "rope__freq_base": 500.0}
+    read = spec(facts("olmo2", block_count=4, attention__sliding_window=8, **keys))
+    assert read.family == "olmo3"
+    assert read.sliding_window == (8, 8, 8, None)
+    assert read.local_rope is not None
+    assert (read.rope.type, read.local_rope.type, read.local_rope.theta) == ("yarn", "default", 500)
+
+
+def test_experts_of_ernie() -> None:
+    read = spec(facts("ernie4_5-moe", block_count=4, interleave_moe_layer_step=2))
+    assert read.experts is not None
+    assert read.experts.layers == (False, True, False, True)
+    assert (read.experts.normalized, read.experts.corrected) == (True, True)
+    assert read.experts.shared_size is None
+    shared = {"expert_shared_count": 2, "expert_shared_feed_forward_length": 5}
+    beside = spec(facts("ernie4_5-moe", **shared)).experts
+    assert beside is not None
+    assert beside.shared_size == 64
