@@ -24,6 +24,7 @@ def scan_by_rows(
     first = convolve_rows(g, layer, inputs.mixed, inputs.kernel, inputs.bias)
     mixed = ops.cast(g, first, TensorProto.FLOAT, "conv.cast")
     value, given, taken = split_mixed(g, space, mixed)
+    rate = g.node("Neg", [g.node("Exp", [inputs.a_log], name="rate.exp")], name="rate")
     values = by_heads(g, space, value, (0, 0))
     real = g.node("Mul", [inputs.steps, padding.real], name="steps.real")
     added = stepped(g, values, real)
@@ -34,7 +35,7 @@ def scan_by_rows(
             _of_each_head(g, space, given, "given"),
             ops.reshape(g, added, (0, 0, space.value_width), "added"),
             names.gqa_past_recurrent_state(layer),
-            g.node("Mul", [inputs.decay, padding.real], name="decay.real"),
+            g.node("Mul", [real, rate], name="decay"),
         ],
         outputs=[".out", names.gqa_present_recurrent_state(layer)],
         domain=names.MICROSOFT,

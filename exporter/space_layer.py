@@ -26,8 +26,10 @@ class SpaceInputs(NamedTuple):
     mixed: str  # [..., channels], ahead of the convolution: values, what goes in, what comes out
     kernel: str  # [channels, 1, kernel]
     bias: str  # [channels], of the convolution; "": none
-    steps: str  # float32 [..., heads], what values are multiplied with
-    decay: str  # float32 [..., heads], the logarithm
+    dt: str  # float32 [..., heads], what steps and decays are made of
+    steps: str  # likewise, the softplus of that and a bias, by which values are multiplied
+    a_log: str  # float32 [heads]
+    dt_bias: str  # likewise
 
 
 class Scanned(NamedTuple):
@@ -55,8 +57,10 @@ def scan_by_slots(
         ops.reshape(g, taken, group, "taken"),
         ops.reshape(g, given, group, "given"),
         ops.cast(g, stepped(g, values, inputs.steps), dtype, "stepped.cast"),
-        inputs.decay,
+        inputs.dt,
         nodes.StatePool(*recurrent, "space"),
+        a_log=inputs.a_log,
+        dt_bias=inputs.dt_bias,
     )
     return Scanned(values, ops.cast(g, output, FLOAT, "space.cast"))
 
@@ -113,18 +117,18 @@ def state_space_layer(
         return g.weight(ref.view(f"{role}.{name}.view", shape) if shape else ref)
 
     with g.scope("linear"):
-        given = ops.cast(g, linear(f"{role}.dt", x), FLOAT, "dt.cast")
-        biased = g.node("Add", [given, vector("dt_bias")], name="dt.biased")
-        steps = g.node("Softplus", [biased], name="steps")
-        rate = g.node("Neg", [g.node("Exp", [vector("a_log")], name="rate.exp")], name="rate")
+        dt, bias = ops.cast(g, linear(f"{role}.dt", x), FLOAT, "dt.cast"), vector("dt_bias")
+        steps = g.node("Softplus", [g.node("Add", [dt, bias], name="dt.biased")], name="steps")
         found = scan(
             layer,
             SpaceInputs(
                 mixed=linear(f"{role}.mixed", x),
                 kernel=vector("conv", space.channels, 1, space.kernel),
                 bias=vector("conv_bias") if space.conv_bias else "",
+                dt=dt,
                 steps=steps,
-                decay=g.node("Mul", [steps, rate], name="decay"),
+                a_log=vector("a_log"),
+                dt_bias=bias,
             ),
         )
         skip = g.node("Mul", [found.values, vector("skip", space.heads, 1)], name="skip")

@@ -113,20 +113,31 @@ def gated_delta_net(
 
 
 def state_space(
-    g: GraphBuilder, taken: str, given: str, value: str, decay: str, pool: StatePool
+    g: GraphBuilder,
+    taken: str,
+    given: str,
+    value: str,
+    decay: str,
+    pool: StatePool,
+    *,
+    a_log: str,
+    dt_bias: str,
 ) -> str:
     """What is taken of a state that each token adds to (Mamba-2, arXiv:2405.21060).
 
-    A head's state is multiplied with exp(decay), then a token's values times what its group gives
-    are added, and then it is multiplied with what the group takes.
+    A head's state is multiplied with exp(-exp(a_log) * softplus(decay + dt_bias)), then a token's
+    values times what its group gives are added, and then it is multiplied with what the group
+    takes.
 
     Args:
         g: The builder.
         taken: The group's C, [num_tokens, groups, state_size].
         given: The group's B, likewise.
         value: What is added, [num_tokens, heads, head_size].
-        decay: float32 [num_tokens, heads], the logarithm.
+        decay: float32 [num_tokens, heads].
         pool: float32 [num_states, heads, head_size, state_size].
+        a_log: float32 [heads].
+        dt_bias: Likewise.
 
     Returns:
         [num_tokens, heads, head_size].
@@ -134,11 +145,12 @@ def state_space(
     lengths = contract.CUMULATIVE_SEQUENCE_LENGTHS
     output, states = g.node(
         "GatedDeltaNet",
-        [taken, given, value, lengths, decay, "", pool.read(g)],
+        [taken, given, value, lengths, decay, "", pool.read(g), a_log, dt_bias],
         outputs=[".out", ".state"],
         domain=contract.MICROSOFT,
         name=pool.name,
         update_rule="gated",
+        gate_activation="qwen",
         scale=1.0,
     )
     pool.write(g, states)

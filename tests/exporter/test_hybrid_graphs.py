@@ -71,6 +71,7 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
         *(("qwen3.5", "int4"), ("qwen3.5", "int8"), ("qwen3.5-tied", "fp16")),
         *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
         *(("granite-4", "int4"), ("granite-4-dense", "fp16"), ("bamba-biases", "int8")),
+        *(("nemotron-h", "int4"), ("nemotron-h-biases", "fp16")),
         *(("lfm2", "int4"), ("lfm2-biases", "fp16"), ("lfm2-moe", "int4")),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx.helper import get_node_attr_value
 from transformers.models.bamba import modeling_bamba as peer
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
@@ -23,6 +24,8 @@ from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.plan import plan_weights
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.linear_spec import StateSpaceSpec
+from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.state_slots import use_state_slots
 from tests.exporter import checkpoints, configs
 from tests.exporter.checkpoints import SPACES
 
@@ -256,7 +259,7 @@ def test_nemotron_h() -> None:
     assert (spec.num_layers, spec.cached_layers) == (31, (8, 12, 17, 22))
     assert spec.mlp_layers is not None
     assert [layer for layer in range(31) if not spec.has_mlp(layer)] == [3, 7, 11, 16, 21, 24]
-    assert (spec.plain_mlp, spec.hidden_act, spec.intermediate_size) == (True, "relu2", 15680)
+    assert (spec.ungated, spec.hidden_act, spec.intermediate_size) == (True, "relu2", 15680)
     assert spec.linear is not None
     assert spec.linear.conv_state == (128 * 80 + 2 * 8 * 128, 3)
     assert spec.linear.recurrent_state == (128, 80, 128)
@@ -361,3 +364,17 @@ def test_what_is_stored(precision: str, tmp_path: Path) -> None:
             assert found == FLOAT32
         activations = FLOAT32 if precision == "fp32" else 10
         assert types["layers.0.linear.dt.weight"] == activations
+
+
+@pytest.mark.parametrize("precision", ["int4", "fp32"])
+def test_operators_on_slots_take_steps_in(precision: str, tmp_path: Path) -> None:
+    """Of ONNX Runtime's Softplus a sequence has other bits in a batch."""
+    checkpoints.make(SPACES["nemotron-h"], tmp_path / "checkpoint")
+    options = ExportOptions(precision=precision, threads=1, group_size=32)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    artifact = Artifact.read(path)
+    wide = retype(artifact.load_graph("paged"), artifact.read_tensor).model
+    nodes = use_state_slots(wide).model.graph.node
+    assert "Softplus" not in {node.op_type for node in nodes}
+    taken = [node for node in nodes if node.op_type == "GatedDeltaNet"]
+    assert [get_node_attr_value(node, "steps") for node in taken] == [1, 1, 1]

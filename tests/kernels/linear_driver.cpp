@@ -60,7 +60,7 @@ void run_conv() {
 }
 
 void run_delta() {
-  const std::vector<int64_t> sizes = read_array<int64_t>(10);
+  const std::vector<int64_t> sizes = read_array<int64_t>(11);
   const float scale = read_array<float>(1)[0];
   const int64_t tokens = sizes[1];
   onnxport::DeltaNet net{};
@@ -71,6 +71,7 @@ void run_delta() {
   net.is_normalized = sizes[6] != 0;
   net.has_sigmoid = sizes[7] != 0;
   net.has_delta_rule = sizes[9] != 0;
+  net.has_steps = sizes[10] != 0;
   net.scale = scale;
   const int64_t keys = net.key_heads * net.key_size, values = net.value_heads * net.value_size;
   States states(sizes[0], values * net.key_size);

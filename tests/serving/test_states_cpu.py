@@ -42,6 +42,7 @@ MADE = (
     ("lfm2", "fp32", "decomposed"),
     ("lfm2-moe", "int4", "custom"),
     ("granite-4", "int4", "custom"),
+    ("nemotron-h", "int4", "custom"),
 )
 
 

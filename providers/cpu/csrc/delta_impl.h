@@ -104,21 +104,20 @@ static inline void pass(const float* from, float* to, int64_t stride, int64_t si
 // rows does both.
 template <int kRows>
 static inline void gated_pass(const float* from, float* to, int64_t stride, int64_t size,
-                              float decay, const float* key, const float* query,
+                              float decay, const float* key, const float* query, float step,
                               const float* values, float* outputs) {
   Vec::T change[kRows], sums[kRows];
   const Vec::T keep = Vec::set1(decay);
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
-    change[r] = Vec::set1(values[r]);
+    change[r] = Vec::set1(step * values[r]);
     sums[r] = Vec::set1(0.f);
   }
   for (int64_t i = 0; i < size; i += Vec::kWidth) {
     const Vec::T k = Vec::load(key + i), q = Vec::load(query + i);
     ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
-      const Vec::T state =
-          Vec::fma(change[r], k, Vec::mul(keep, Vec::load(from + r * stride + i)));
+      const Vec::T state = Vec::fma(change[r], k, Vec::mul(keep, Vec::load(from + r * stride + i)));
       Vec::store(to + r * stride + i, state);
       sums[r] = Vec::fma(state, q, sums[r]);
     }
@@ -138,6 +137,7 @@ struct DeltaHead {
   }
   const float* query(int64_t token) const { return key(token) + padded(net.key_size); }
   float decay(int64_t token) const { return tokens.decays[token * net.value_heads + head]; }
+  float beta(int64_t token) const { return tokens.betas[token * net.value_heads + head]; }
   int64_t at(int64_t token, int64_t row) const {
     return ((tokens.first + token) * net.value_heads + head) * net.value_size + row;
   }
@@ -149,11 +149,11 @@ struct DeltaHead {
   // What a token adds to rows, times its key; and their outputs. With S not yet changed:
   //   delta = beta * (v - exp(g) * S k);  S q = exp(g) * S q + delta * (k q)
   void solve(int64_t token, int64_t row, int rows, const float* sums, float* deltas) const {
-    const float beta = tokens.betas[token * net.value_heads + head], keep = decay(token);
+    const float own = beta(token), keep = decay(token);
     const float product = tokens.products[key_head * tokens.count + token];
     const float* values = value(token, row);
     for (int r = 0; r < rows; r++) {
-      deltas[r] = beta * (values[r] - keep * sums[r]);
+      deltas[r] = own * (values[r] - keep * sums[r]);
       net.output[at(token, row + r)] = keep * sums[rows + r] + deltas[r] * product;
     }
   }
@@ -166,7 +166,7 @@ static void update_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t
   if (!kHasDeltaRule) {
     for (int64_t token = begin; token < end; token++, from = to)
       gated_pass<kRows>(from, to, stride, size, of.decay(token), of.key(token), of.query(token),
-                        of.value(token, row), of.net.output + of.at(token, row));
+                        of.beta(token), of.value(token, row), of.net.output + of.at(token, row));
     return;
   }
   float sums[2 * kRows], deltas[kRows];

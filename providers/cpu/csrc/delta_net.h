@@ -5,7 +5,9 @@
 //
 // Or, without the delta rule, as state spaces have it (Mamba-2, arXiv:2405.21060):
 //
-//   S = exp(g) * S;  S = S + v k^T;  output = scale * S q
+//   S = exp(g) * S;  S = S + step * v k^T;  output = scale * S q
+//
+// where a step is 1, or the softplus that g has.
 #pragma once
 
 #include "attention.h"
@@ -22,6 +24,7 @@ struct DeltaNet {
   int64_t query_stride, key_stride, value_stride;  // from one token to the next
   float scale;
   bool has_delta_rule;
+  bool has_steps;      // not with the delta rule, and with a_log: steps are no ones
   bool is_normalized;  // queries and keys have length 1 first
   bool has_sigmoid;    // beta is that of what is given
   const float* query;  // [num_tokens][key_heads][key_size]

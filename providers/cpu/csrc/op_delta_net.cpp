@@ -51,6 +51,9 @@ std::unique_ptr<DeltaKernel> make_kernel(const Api& api, const ort::KernelInfo* 
     fail(api, ort::kInvalidArgument, "%s: update_rule must be gated_delta or gated, found %s",
          kName, rule.c_str());
   net.has_delta_rule = rule == "gated_delta";
+  net.has_steps = has_flag(api, info, "steps");
+  if (net.has_steps && net.has_delta_rule)
+    fail(api, ort::kInvalidArgument, "%s: steps do not go with the update_rule gated_delta", kName);
   net.is_normalized = has_flag(api, info, "qk_l2_norm");
   net.has_sigmoid = is_text(api, info, "beta_activation", "sigmoid");
   auto kernel = std::make_unique<DeltaKernel>(DeltaKernel{api, net});
@@ -103,6 +106,8 @@ void compute(const DeltaKernel& kernel, ort::KernelContext* context) {
     net.beta = call.tensor(kDeltaBeta, "beta", {tokens, net.value_heads}).as<const float>();
   if (call.has(kDeltaALog) != call.has(kDeltaDtBias))
     fail(kernel.api, ort::kInvalidArgument, "%s: a_log and dt_bias must be given together", kName);
+  if (net.has_steps && !call.has(kDeltaALog))
+    fail(kernel.api, ort::kInvalidArgument, "%s: steps are made with a_log and dt_bias", kName);
   if (call.has(kDeltaALog)) {
     net.a_log = call.tensor(kDeltaALog, "a_log", {net.value_heads}).as<const float>();
     net.dt_bias = call.tensor(kDeltaDtBias, "dt_bias", {net.value_heads}).as<const float>();
