@@ -34,6 +34,13 @@ from onnxport.exporter.linear_layer import (
 )
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, XIELU
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
+from onnxport.exporter.short_conv import (
+    ConvInputs,
+    Convolve,
+    convolve_by_rows,
+    convolve_by_slots,
+    short_convolution,
+)
 from onnxport.exporter.space_batch import scan_by_rows
 from onnxport.exporter.space_layer import (
     Scan,
@@ -49,7 +56,7 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.experts_spec import ExpertsSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
@@ -76,6 +83,7 @@ class _Decoder:
     attend: Attend
     mix: Mix  # of gated delta nets
     scan: Scan  # of state spaces
+    convolve: Convolve  # of layers that are that
     rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
@@ -176,6 +184,8 @@ class _Decoder:
             parts = (self.g, self.spec, self.weights, layer, x)
             if isinstance(self.spec.linear, StateSpaceSpec):
                 return state_space_layer(*parts, self.linear, self.scan, self.leading)
+            if isinstance(self.spec.linear, ShortConvSpec):
+                return short_convolution(*parts, self.linear, self.convolve)
             return linear_attention(*parts, self.linear, self.mix, self.leading)
         attended = self.heads(layer, x)
         if not self.spec.attention_gate:
@@ -456,7 +466,8 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         assert isinstance(spec.linear, StateSpaceSpec)
         return scan_by_slots(g, spec.linear, dtype, layer, inputs)
 
-    decoder = _Decoder(g, spec, weights, (0,), attend, mix, scan, rotation)
+    ways = (mix, scan, partial(convolve_by_slots, g))
+    decoder = _Decoder(g, spec, weights, (0,), attend, *ways, rotation)
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -514,7 +525,11 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         assert padding is not None
         return scan_by_rows(g, spec.linear, padding, layer, inputs)
 
+    def convolve(layer: int, inputs: ConvInputs) -> str:
+        assert padding is not None
+        return convolve_by_rows(g, padding, layer, inputs)
+
     rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
-    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, scan, rotation)
+    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, rotation)
     decoder.logits(decoder.body(None)[0])
     return g.build()

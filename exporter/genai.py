@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from onnxport.exporter.source import SpecialTokens
 from onnxport.graphs import contract
+from onnxport.graphs.linear_spec import ShortConvSpec
 from onnxport.graphs.manifest import GRAPH_FILES
 from onnxport.graphs.spec import ArchSpec
 
@@ -45,7 +46,7 @@ _LLAMA: Final = (
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
     *("internlm3", "starcoder2"),
 )
-_TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}
+_TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss", "lfm2_moe": "lfm2"}
 
 # Keys of generation_config.json that mean the same there, and their types.
 _SEARCH: Final[Mapping[str, type | tuple[type, ...]]] = {
@@ -86,6 +87,14 @@ def genai_config(
 
 
 def _decoder(spec: ArchSpec) -> dict[str, Any]:
+    inputs: dict[str, str] = {}
+    outputs: dict[str, str] = {}
+    further: dict[str, Any] = {}
+    if isinstance(spec.linear, ShortConvSpec):  # of other states it finds the names by itself
+        kinds = ("full_attention", "conv")
+        further["layer_types"] = [kinds[spec.is_linear(layer)] for layer in range(spec.num_layers)]
+        inputs["past_conv_names"] = "past_key_values.%d.conv_state"
+        outputs["present_conv_names"] = "present.%d.conv_state"
     return {
         "filename": GRAPH_FILES["gqa"],
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
@@ -99,12 +108,15 @@ def _decoder(spec: ArchSpec) -> dict[str, Any]:
             "attention_mask": contract.ATTENTION_MASK,
             "past_key_names": "past_key_values.%d.key",
             "past_value_names": "past_key_values.%d.value",
+            **inputs,
         },
         "outputs": {
             "logits": contract.LOGITS,
             "present_key_names": "present.%d.key",
             "present_value_names": "present.%d.value",
+            **outputs,
         },
+        **further,
     }
 
 

@@ -113,8 +113,16 @@ def keep_inputs(g: GraphBuilder, padding: Padding, layer: int, x: str) -> None:
     g.node("Transpose", [kept], outputs=[present], name="state.write", perm=_CHANNELS_FIRST)
 
 
-def convolve_rows(g: GraphBuilder, layer: int, x: str, kernel: str, bias: str = "") -> str:
-    """SiLU of the convolution, [batch, seq, channels] as its input x."""
+def convolve_rows(
+    g: GraphBuilder,
+    layer: int,
+    x: str,
+    kernel: str,
+    bias: str = "",
+    *,
+    activation: str = "silu",
+) -> str:
+    """The convolution, [batch, seq, channels] as its input x, behind "silu" or "none"."""
     first = g.node("Transpose", [x], name="conv.in", perm=_CHANNELS_FIRST)
     output, _ = g.node(
         "CausalConvWithState",
@@ -122,7 +130,7 @@ def convolve_rows(g: GraphBuilder, layer: int, x: str, kernel: str, bias: str = 
         outputs=[".out", ".state"],  # with what is no token
         domain=names.MICROSOFT,
         name="conv",
-        activation="silu",
+        activation=activation,
     )
     return g.node("Transpose", [output], name="conv.back", perm=_CHANNELS_FIRST)
 

@@ -7,10 +7,10 @@ where a layer with experts has `router`, `correction`, `experts.gate_up` and `ex
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
 dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
-conv_bias, a_log, dt_bias, skip, norm}`. A draft head has `features`, `joint_norm` or
-`apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms may have biases, `final_norm_bias`
-and so on. A feed-forward layer without a gate has `up` for `gate_up`, and `alpha_p`, `alpha_n`,
-`beta` and `eps` of an xIELU.
+conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. A draft
+head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms
+may have biases, `final_norm_bias` and so on. A feed-forward layer without a gate has `up` for
+`gate_up`, and `alpha_p`, `alpha_n`, `beta` and `eps` of an xIELU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
 
 HEAD: Final = "head"
@@ -148,6 +148,9 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         if isinstance(spec.linear, StateSpaceSpec) and spec.is_linear(layer):
             vectors.update(_space_vectors(spec.linear, names, role, prefix))
             matrices.update(_space_matrices(spec, spec.linear, names, role, prefix))
+        elif spec.is_linear(layer) and isinstance(spec.linear, ShortConvSpec):
+            vectors.update(_conv_vectors(spec.linear, names, role, prefix))
+            matrices.update(_conv_matrices(spec, spec.linear, names, role, prefix))
         elif spec.is_linear(layer):
             assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(_linear_vectors(spec.linear, names, role, prefix))
@@ -327,7 +330,7 @@ def _linear_vectors(
 ) -> dict[str, VectorPlan]:
     """What a layer without attention has beside its products."""
     role, heads = f"{role}linear.", (linear.value_heads,)
-    kernel = (linear.channels, 1, linear.kernel)
+    kernel = (linear.channels, *names.conv_axes, linear.kernel)
     return {
         role + "conv": VectorPlan(prefix + names.linear_conv, kernel),
         role + "a_log": VectorPlan(prefix + names.linear_a_log, heads, is_exact=True),
@@ -353,6 +356,11 @@ def _linear_matrices(
         *qkv, z = _by_head(tensors[0], linear.key_heads, rows, hidden)
         ba = _by_head(tensors[1], linear.key_heads, (shared, shared), hidden)
         first, second = (tuple(part for kind in kinds for part in kind) for kinds in (qkv, ba))
+    elif len(tensors) == 3:  # the last one by key heads
+        shared = heads // linear.key_heads
+        first, z = (Part(tensors[0], linear.channels),), (Part(tensors[1], linear.value_width),)
+        ba = _by_head(tensors[2], linear.key_heads, (shared, shared), hidden)
+        second = tuple(part for kind in ba for part in kind)
     else:
         first, z = (Part(tensors[0], linear.channels),), (Part(tensors[1], linear.value_width),)
         second = tuple(Part(tensor, heads) for tensor in tensors[2:])
@@ -361,6 +369,32 @@ def _linear_matrices(
         role + "linear.qkv": MatrixPlan(first, hidden),
         role + "linear.z": MatrixPlan(z, hidden),
         role + "linear.ba": MatrixPlan(second, hidden, is_exact=True),
+        role + "o": replace(o, scale=spec.output_scale),
+    }
+
+
+def _conv_vectors(
+    conv: ShortConvSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer that is a convolution has beside its products."""
+    tensor = prefix + names.linear_conv
+    kernel = VectorPlan(tensor, (conv.channels, *names.conv_axes, conv.kernel))
+    found = {f"{role}linear.conv": kernel}
+    if conv.bias:
+        bias = f"{tensor.removesuffix('.weight')}.bias"
+        found[f"{role}linear.conv_bias"] = VectorPlan(bias, (conv.channels,))
+    return found
+
+
+def _conv_matrices(
+    spec: ArchSpec, conv: ShortConvSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products into and out of a layer that is a convolution."""
+    hidden, width = spec.hidden_size, conv.channels
+    first = _stacked(prefix, names.linear_in, (3 * width,), hidden, biased=conv.bias)
+    o = _stacked(prefix, names.linear_o, (hidden,), width, biased=conv.bias)
+    return {
+        role + "linear.in": first,
         role + "o": replace(o, scale=spec.output_scale),
     }
 
@@ -424,16 +458,27 @@ def _latent_matrices(
         found["q_b"] = _stacked(prefix, (names.latent_q_b,), (queries,), rank, biased=False)
     parts = (first[0], names.latent_kv_a)
     found["qkv"] = _stacked(prefix, parts, (first[1], latent.row_size), hidden, biased=False)
-    keys, values = latent.nope_size, latent.value_size
-    tensor, height = f"{prefix}{names.latent_kv_b}.weight", keys + values
-    shape = (heads * height, latent.kv_rank)
-    ups = [
-        tuple(Part(tensor, rows, head * height + start, shape) for head in range(heads))
-        for rows, start in ((keys, 0), (values, keys))
-    ]
+    ups = _latent_parts(heads, latent, names, prefix)
     found["k_up"] = MatrixPlan(ups[0], latent.kv_rank, is_exact=True, apart=True)
     found["v_up"] = MatrixPlan(ups[1], latent.kv_rank, is_exact=True, by_rows=True)
     return {role + name: one for name, one in found.items()}
+
+
+def _latent_parts(
+    heads: int, latent: LatentSpec, names: TensorNames, prefix: str
+) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """Of each head what makes its keys, and what makes its values."""
+    keys, values, rank = latent.nope_size, latent.value_size, latent.kv_rank
+    if names.latent_apart is None:
+        tensor = f"{prefix}{names.latent_kv_b}.weight"
+        first, second = _by_head(tensor, heads, (keys, values), rank)
+        return first, second
+    k, v = (f"{prefix}{name}.weight" for name in names.latent_apart)
+    across, along = (heads, rank, keys), (heads, values, rank)
+    return (
+        tuple(Part(k, keys, head * keys, across, is_transposed=True) for head in range(heads)),
+        tuple(Part(v, values, head * values, along) for head in range(heads)),
+    )
 
 
 def _feed_forward(

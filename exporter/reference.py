@@ -17,7 +17,7 @@ from onnxport.exporter.linear_reference import convolve, delta_net, softplus, st
 from onnxport.exporter.plan import XIELU
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 
 Array = NDArray[np.float32]
@@ -383,6 +383,8 @@ def _mixed(
 
 def _attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
     """A layer of a gated delta net; [num_tokens, hidden] to [num_tokens, value_width]."""
+    if isinstance(spec.linear, ShortConvSpec):
+        return _convolved(spec.linear, layer, weights, x)
     assert isinstance(spec.linear, LinearAttentionSpec)
     linear, role = spec.linear, f"layers.{layer}.linear."
     qkv = weights.linear(role + "qkv", x)
@@ -394,6 +396,17 @@ def _attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array
     result = _rms_norm(result, weights.vector(role + "norm"), spec.rms_norm_eps)
     gate = silu(weights.linear(role + "z", x))
     return result.reshape(gate.shape) * gate
+
+
+def _convolved(conv: ShortConvSpec, layer: int, weights: WeightSource, x: Array) -> Array:
+    """A layer that is a convolution; [num_tokens, hidden] to [num_tokens, channels]."""
+    role = f"layers.{layer}.linear."
+    before, behind, values = np.split(weights.linear(role + "in", x), 3, axis=-1)
+    kernel = weights.vector(role + "conv").reshape(conv.channels, conv.kernel)
+    result = convolve(before * values, kernel)
+    if conv.bias:
+        result += weights.vector(role + "conv_bias")
+    return behind * result
 
 
 def _of_space(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:

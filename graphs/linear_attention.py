@@ -36,16 +36,23 @@ class StatePool:
 
 
 def causal_convolution(
-    g: GraphBuilder, x: str, weight: str, pool: StatePool, bias: str = ""
+    g: GraphBuilder,
+    x: str,
+    weight: str,
+    pool: StatePool,
+    bias: str = "",
+    *,
+    activation: str = "silu",
 ) -> str:
-    """SiLU of a convolution of each channel for itself, over a token and those before it.
+    """A convolution of each channel for itself, over a token and those before it.
 
     Args:
         g: The builder.
         x: [num_tokens, channels].
         weight: [channels, 1, kernel], the token's own last.
         pool: [num_states, channels, kernel - 1], of x's type: inputs, the latest last.
-        bias: [channels], ahead of SiLU; "": none.
+        bias: [channels]; "": none.
+        activation: Of what it gives: "silu" or "none".
 
     Returns:
         [num_tokens, channels].
@@ -56,7 +63,7 @@ def causal_convolution(
         outputs=[".out", ".state"],
         domain=contract.MICROSOFT,
         name=pool.name,
-        activation="silu",
+        activation=activation,
     )
     pool.write(g, states)
     return output

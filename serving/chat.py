@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from onnxport.errors import ArtifactError, RequestError
+from onnxport.serving.called_messages import lacks_calls, with_calls
 from onnxport.serving.channel_messages import for_channels, with_description
 from onnxport.serving.channels import ChannelFormat
 from onnxport.serving.text import with_halves_escaped
@@ -227,6 +228,7 @@ class _Knowledge:
     parts: bool  # goes through the parts of a content
     parts_alone: bool  # goes through the parts of a content, and does not ask whether it is a text
     channels: bool  # has each message in a channel
+    calls_in_text: bool  # gets calls of earlier messages in their text
     keeps_parts: bool = False  # gets a user's texts as they are, if there are several
     text_arguments: bool = False  # takes arguments of calls as JSON text, which most do not
 
@@ -239,6 +241,7 @@ class _Knowledge:
             parts,
             parts and not _ASKS_FOR_TEXT.search(source),
             ChannelFormat().is_in(source),
+            lacks_calls(source),
         )
 
 
@@ -267,6 +270,8 @@ def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
         plain["role"] = "system"
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+        if knows.calls_in_text:
+            return with_calls(plain)
         if knows.text_arguments:
             plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
     return plain

@@ -41,6 +41,9 @@ class TensorNames:
     latent_kv_a: str = "self_attn.kv_a_proj_with_mqa"
     latent_kv_norm: str = "self_attn.kv_a_layernorm.weight"
     latent_kv_b: str = "self_attn.kv_b_proj"
+    # Of keys and of values each, [heads, latents, channels] and [heads, channels, latents]; None:
+    # the tensor above has both.
+    latent_apart: tuple[str, str] | None = None
     o: tuple[str, ...] = ("self_attn.o_proj",)
     post_norm: str = "post_attention_layernorm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -67,14 +70,16 @@ class TensorNames:
     norm_offset: float = 0.0  # what the weights of all norms lack
     # Of layers without attention. The products' inputs are one of queries, keys and values, those
     # of the gate, of beta and of the decay; or, where rows of each key head lie together, one of
-    # the first two and one of the others.
+    # the first two and one of the others; or one of the others alone. A layer that is a
+    # convolution has one product.
     linear_in: tuple[str, ...] = (
         "linear_attn.in_proj_qkv",
         "linear_attn.in_proj_z",
         "linear_attn.in_proj_b",
         "linear_attn.in_proj_a",
     )
-    linear_conv: str = "linear_attn.conv1d.weight"
+    linear_conv: str = "linear_attn.conv1d.weight"  # its bias, if it has one, is called alike
+    conv_axes: tuple[int, ...] = (1,)  # between a kernel's channels and its tokens
     linear_a_log: str = "linear_attn.A_log"
     linear_dt_bias: str = "linear_attn.dt_bias"
     linear_norm: str = "linear_attn.norm.weight"  # which has no offset

@@ -9,17 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from onnxport.errors import UnsupportedModelError
+from onnxport.exporter.gguf import recent
+from onnxport.exporter.gguf.common import LAYER_NORM, SIGMOID, Values, biases, common, experts
 from onnxport.exporter.gguf.facts import Facts
-from onnxport.exporter.gguf.ropes import ORIGINAL, rope_parameters
-
-Values = dict[str, Any]
-
-_EPSILONS: Final = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
-_SOFTMAX: Final = 1  # of `expert_gating_func`
-_SIGMOID: Final = 2
+from onnxport.exporter.gguf.ropes import ORIGINAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +24,7 @@ class Architecture:
 
     config: Callable[[Facts], Values]  # the keys of config.json, with transformers' class
     neighbours: bool = False  # rows of queries and keys: see `GgufCheckpoint`
+    tiled: bool = False  # value heads of states: see `orders`
 
 
 def read_config(facts: Facts) -> tuple[Architecture, Values]:
@@ -50,90 +47,42 @@ def read_config(facts: Facts) -> tuple[Architecture, Values]:
     return found, values
 
 
-def _common(
-    facts: Facts, model: str, layer_norm: str | None = None, *, partial: bool = False
-) -> Values:
-    """What all architectures share.
-
-    Args:
-        facts: The file.
-        model: Transformers' class.
-        layer_norm: What the epsilon of its LayerNorms is called; None: it has RMSNorms.
-        partial: A part of each head may rotate.
-    """
-    meta = facts.metadata
-    hidden = facts.count("embedding_length")
-    heads = facts.count("attention.head_count")
-    head = facts.count("attention.key_length", hidden // heads)
-    if (values := meta.get("attention.value_length", int, head)) != head:
-        raise UnsupportedModelError(
-            f"{meta.path}: values have {values} channels a head and keys {head}; supported is one "
-            "number."
-        )
-    return {
-        "architectures": [model],
-        "vocab_size": facts.vocab_size(),
-        "hidden_size": hidden,
-        "intermediate_size": meta.require("feed_forward_length", int),
-        "num_hidden_layers": facts.num_layers(),
-        "num_attention_heads": heads,
-        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
-        "head_dim": head,
-        "max_position_embeddings": facts.count("context_length"),
-        layer_norm or "rms_norm_eps": meta.require(_EPSILONS[layer_norm is not None], float),
-        "rope_parameters": rope_parameters(facts, head, partial=partial),
-        "tie_word_embeddings": not facts.has("output.weight"),
-    }
-
-
-def _biases(facts: Facts) -> Values:
-    """Which projections have biases, as tensors tell."""
-    return {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
-        "mlp_bias": facts.has("blk.0.ffn_down.bias"),
-    }
-
-
-def _experts(facts: Facts, count_key: str = "num_experts") -> Values:
-    """How many experts there are; their scores are a softmax of logits."""
-    facts.metadata.expect("expert_gating_func", _SOFTMAX)
-    return {
-        count_key: facts.num_experts(),
-        "num_experts_per_tok": facts.metadata.require("expert_used_count", int),
-    }
-
-
 def _llama(facts: Facts) -> Values:
     if not facts.metadata.get("expert_count", int, 0):
-        return _common(facts, "LlamaForCausalLM") | _biases(facts)
+        return common(facts, "LlamaForCausalLM") | biases(facts)
     facts.metadata.expect("expert_weights_norm", True)
-    values = _common(facts, "MixtralForCausalLM") | _experts(facts, "num_local_experts")
+    values = common(facts, "MixtralForCausalLM") | experts(facts, "num_local_experts")
     facts.metadata.expect("expert_feed_forward_length", values["intermediate_size"])
     return values
 
 
+def _with_layer_norms(facts: Facts, model: str, epsilon: str, *, partial: bool = False) -> Values:
+    """What all share whose norms are LayerNorms; `epsilon` is what theirs is called."""
+    return common(facts, model, norm=LAYER_NORM, epsilon=epsilon, partial=partial)
+
+
 def _arcee(facts: Facts) -> Values:
-    return _common(facts, "ArceeForCausalLM") | _biases(facts)
+    return common(facts, "ArceeForCausalLM") | biases(facts)
 
 
 def _nemotron(facts: Facts) -> Values:
     """Nemotron, the weights of whose norms are stored whole."""
-    return _common(facts, "NemotronForCausalLM", "norm_eps", partial=True) | _biases(facts)
+    return _with_layer_norms(facts, "NemotronForCausalLM", "norm_eps", partial=True) | biases(facts)
 
 
 def _starcoder2(facts: Facts) -> Values:
     """StarCoder2: its window is not in the file, and llama.cpp has none."""
-    values = _common(facts, "Starcoder2ForCausalLM", "norm_epsilon")
+    values = _with_layer_norms(facts, "Starcoder2ForCausalLM", "norm_epsilon")
     return values | {"use_bias": facts.has("blk.0.attn_q.bias"), "sliding_window": None}
 
 
 def _phi2(facts: Facts) -> Values:
-    return _common(facts, "PhiForCausalLM", "layer_norm_eps", partial=True)
+    return _with_layer_norms(facts, "PhiForCausalLM", "layer_norm_eps", partial=True)
 
 
 def _gpt_neox(facts: Facts) -> Values:
     """GPT-NeoX, whose queries, keys and values are each in one place."""
-    values = _common(facts, "GPTNeoXForCausalLM", "layer_norm_eps", partial=True)
+    values = _with_layer_norms(facts, "GPTNeoXForCausalLM", "layer_norm_eps", partial=True)
     del values["num_key_value_heads"]
     return values | {
         "attention_bias": facts.has("blk.0.attn_qkv.bias"),
@@ -144,7 +93,7 @@ def _gpt_neox(facts: Facts) -> Values:
 def _stablelm(facts: Facts) -> Values:
     """StableLM: all is side by side where there is no second norm, whatever the key says."""
     facts.metadata.get("use_parallel_residual", bool, True)
-    return _common(facts, "StableLmForCausalLM", "layer_norm_eps", partial=True) | {
+    return _with_layer_norms(facts, "StableLmForCausalLM", "layer_norm_eps", partial=True) | {
         "use_parallel_residual": not facts.has("blk.0.ffn_norm.weight"),
         "use_qkv_bias": facts.has("blk.0.attn_q.bias"),
         "qk_layernorm": facts.has("blk.0.attn_q_norm.weight"),
@@ -152,12 +101,12 @@ def _stablelm(facts: Facts) -> Values:
 
 
 def _qwen2(facts: Facts) -> Values:
-    return _common(facts, "Qwen2ForCausalLM")
+    return common(facts, "Qwen2ForCausalLM")
 
 
 def _qwen2_moe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", False)
-    values = _common(facts, "Qwen2MoeForCausalLM") | _experts(facts)
+    values = common(facts, "Qwen2MoeForCausalLM") | experts(facts)
     meta, size = facts.metadata, values["intermediate_size"]
     return values | {
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
@@ -167,7 +116,7 @@ def _qwen2_moe(facts: Facts) -> Values:
 
 
 def _qwen3(facts: Facts) -> Values:
-    return _common(facts, "Qwen3ForCausalLM") | {
+    return common(facts, "Qwen3ForCausalLM") | {
         "attention_bias": facts.has("blk.0.attn_q.bias"),
     }
 
@@ -175,8 +124,8 @@ def _qwen3(facts: Facts) -> Values:
 def _qwen3_moe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", True)
     return (
-        _common(facts, "Qwen3MoeForCausalLM")
-        | _experts(facts)
+        common(facts, "Qwen3MoeForCausalLM")
+        | experts(facts)
         | {
             "attention_bias": facts.has("blk.0.attn_q.bias"),
             "moe_intermediate_size": facts.metadata.require("expert_feed_forward_length", int),
@@ -191,7 +140,7 @@ def _gemma(facts: Facts, model: str, largest: int) -> Values:
     The scale of queries is not in the file; llama.cpp takes it from the size of a head but in the
     models of 27B, which it knows by their layers (`largest`), where it is from the width of all.
     """
-    values = _common(facts, model)
+    values = common(facts, model)
     scalar = values["head_dim"]
     if values["num_hidden_layers"] == largest:
         scalar = values["hidden_size"] // values["num_attention_heads"]
@@ -226,7 +175,7 @@ def _gemma3(facts: Facts) -> Values:
 
 def _phi3(facts: Facts) -> Values:
     meta = facts.metadata
-    values = _common(facts, "Phi3ForCausalLM", partial=True)
+    values = common(facts, "Phi3ForCausalLM", partial=True)
     return values | {
         "sliding_window": meta.get("attention.sliding_window", int, 0) or None,
         "original_max_position_embeddings": meta.get(
@@ -236,14 +185,14 @@ def _phi3(facts: Facts) -> Values:
 
 
 def _granite(facts: Facts) -> Values:
-    return _multiplied(facts, "GraniteForCausalLM") | _biases(facts)
+    return _multiplied(facts, "GraniteForCausalLM") | biases(facts)
 
 
 def _granite_moe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", True)
     shared = facts.metadata.get("expert_shared_feed_forward_length", int, 0)
     model = "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
-    values = _multiplied(facts, model) | _experts(facts, "num_local_experts")
+    values = _multiplied(facts, model) | experts(facts, "num_local_experts")
     if shared:
         values["shared_intermediate_size"] = shared
     return values | {"attention_bias": facts.has("blk.0.attn_q.bias")}
@@ -252,7 +201,7 @@ def _granite_moe(facts: Facts) -> Values:
 def _multiplied(facts: Facts, model: str) -> Values:
     """Granite's multipliers; that of attention is the usual one where it is not told."""
     meta = facts.metadata
-    values = _common(facts, model)
+    values = common(facts, model)
     attention = meta.get("attention.scale", float, 0.0)
     return values | {
         "attention_multiplier": attention or 1 / math.sqrt(values["head_dim"]),
@@ -265,7 +214,7 @@ def _multiplied(facts: Facts, model: str) -> Values:
 def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
     """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it."""
     meta = facts.metadata
-    values = _common(facts, model, partial=partial)
+    values = common(facts, model, partial=partial)
     further = meta.get("nextn_predict_layers", int, 0)
     for key in ("expert_group_count", "expert_group_used_count"):
         meta.expect(key, 1)
@@ -284,16 +233,16 @@ def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
 
 
 def _dots1(facts: Facts) -> Values:
-    facts.metadata.expect("expert_gating_func", _SIGMOID)
+    facts.metadata.expect("expert_gating_func", SIGMOID)
     return _corrected(facts, "Dots1ForCausalLM") | {"sliding_window": None}
 
 
 def _ernie(facts: Facts) -> Values:
-    return _common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has("blk.0.attn_q.bias")}
+    return common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has("blk.0.attn_q.bias")}
 
 
 def _glm4_moe(facts: Facts) -> Values:
-    facts.metadata.expect("expert_gating_func", _SIGMOID)
+    facts.metadata.expect("expert_gating_func", SIGMOID)
     return _corrected(facts, "Glm4MoeForCausalLM", partial=True) | {
         "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
     }
@@ -301,7 +250,7 @@ def _glm4_moe(facts: Facts) -> Values:
 
 def _gpt_oss(facts: Facts) -> Values:
     """gpt-oss: what bounds its activations, and how its RoPE is rounded, is not in the file."""
-    values = _common(facts, "GptOssForCausalLM") | _experts(facts, "num_local_experts")
+    values = common(facts, "GptOssForCausalLM") | experts(facts, "num_local_experts")
     size = facts.metadata.get("expert_feed_forward_length", int, values["intermediate_size"])
     rope = values["rope_parameters"]
     if rope.get("rope_type") == "yarn":
@@ -313,21 +262,15 @@ def _gpt_oss(facts: Facts) -> Values:
     }
 
 
-def _olmo2(facts: Facts) -> Values:
-    return _common(facts, "Olmo2ForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
-    }
-
-
 def _olmoe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", False)
-    values = _common(facts, "OlmoeForCausalLM") | _experts(facts)
+    values = common(facts, "OlmoeForCausalLM") | experts(facts)
     facts.metadata.expect("expert_feed_forward_length", values["intermediate_size"])
     return values | {"norm_topk_prob": False}
 
 
 def _seed_oss(facts: Facts) -> Values:
-    return _common(facts, "SeedOssForCausalLM") | {
+    return common(facts, "SeedOssForCausalLM") | {
         "attention_bias": facts.has("blk.0.attn_q.bias"),
         "attention_out_bias": facts.has("blk.0.attn_output.bias"),
     }
@@ -335,13 +278,20 @@ def _seed_oss(facts: Facts) -> Values:
 
 def _smollm3(facts: Facts) -> Values:
     """SmolLM3: every fourth layer rotates nothing, which is not in the file."""
-    return _common(facts, "SmolLM3ForCausalLM") | _biases(facts) | {"no_rope_layer_interval": 4}
+    return common(facts, "SmolLM3ForCausalLM") | biases(facts) | {"no_rope_layer_interval": 4}
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "afmoe": Architecture(recent.afmoe),
     "arcee": Architecture(_arcee, neighbours=True),
+    "cohere2": Architecture(recent.cohere2),
+    "command-r": Architecture(recent.command_r),
+    "deepseek2": Architecture(recent.deepseek2),
     "dots1": Architecture(_dots1),
     "ernie4_5": Architecture(_ernie),
+    "ernie4_5-moe": Architecture(recent.ernie_moe),
+    "exaone-moe": Architecture(recent.exaone_moe),
+    "exaone4": Architecture(recent.exaone4),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
     "glm4moe": Architecture(_glm4_moe),
@@ -349,9 +299,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "gptneox": Architecture(_gpt_neox),
     "granite": Architecture(_granite, neighbours=True),
     "granitemoe": Architecture(_granite_moe, neighbours=True),
+    "hunyuan-dense": Architecture(recent.hunyuan),
+    "hunyuan-moe": Architecture(recent.hunyuan_moe),
+    "lfm2": Architecture(recent.lfm2),
+    "lfm2moe": Architecture(recent.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
+    "minimax-m2": Architecture(recent.minimax_m2),
     "nemotron": Architecture(_nemotron),
-    "olmo2": Architecture(_olmo2),
+    "olmo2": Architecture(recent.olmo2),
     "olmoe": Architecture(_olmoe),
     "phi2": Architecture(_phi2),
     "phi3": Architecture(_phi3),
@@ -359,6 +314,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3": Architecture(_qwen3),
     "qwen3moe": Architecture(_qwen3_moe),
+    "qwen35": Architecture(recent.qwen3_5, tiled=True),
+    "qwen35moe": Architecture(recent.qwen3_5_moe, tiled=True),
+    "qwen3next": Architecture(recent.qwen3_next),
     "seed_oss": Architecture(_seed_oss),
     "smollm3": Architecture(_smollm3, neighbours=True),
     "stablelm": Architecture(_stablelm),

@@ -11,9 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.gguf import blocks
-from onnxport.exporter.gguf.layouts import GATE_BIAS, GATE_UP_BIAS, UP_BIAS
+from onnxport.exporter.gguf.layouts import CORRECTION, DECAYS, GATE_BIAS, GATE_UP_BIAS, UP_BIAS
+from onnxport.exporter.gguf.orders import Order
 from onnxport.exporter.packed import PackedMatrix
 from onnxport.exporter.shard import DTYPES, Shard
 
@@ -24,7 +26,12 @@ _ONE_ROW: Final = "ffn_gate_inp_shexp.weight"  # a matrix of one row, whose firs
 class GgufCheckpoint(Checkpoint):
     """Every tensor of a GGUF model by the name that it has there. Use as a context manager."""
 
-    def __init__(self, shards: Iterable[Shard], turned: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        shards: Iterable[Shard],
+        turned: Mapping[str, int],
+        orders: Mapping[str, Order] | None = None,
+    ) -> None:
         """Join `shards`.
 
         Args:
@@ -32,6 +39,7 @@ class GgufCheckpoint(Checkpoint):
             turned: Heads of each tensor whose rows are those of heads with neighbouring channels
                 rotated together. They are read in the order of all other checkpoints, in which
                 a channel of the first half of a head is rotated with one of the second.
+            orders: Tensors whose rows or columns are in another order; None: there are none.
 
         Raises:
             CheckpointError: Two of the files hold the same tensor, or the type of one cannot be
@@ -39,14 +47,20 @@ class GgufCheckpoint(Checkpoint):
         """
         super().__init__(shards)
         self._turned = turned
+        self._orders = orders or {}
         self._last = lru_cache(maxsize=1)(self._load_rows)  # numbers and then steps of a panel
         for kind, name in {one.dtype: name for name, one in self._tensors.items()}.items():
             blocks.check_decodable(kind, name)
         for name, tensor in tuple(self._tensors.items()):
             if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
                 self._tensors[name] = replace(tensor, shape=(1, *tensor.shape))
+            if name.endswith(CORRECTION) and tensor.shape[:-1] == (1,):  # as ERNIE has it
+                self._tensors[name] = replace(tensor, shape=tensor.shape[1:])
         for name, tensor in self._tensors.items():
             bits, shape = blocks.BY_NAME[tensor.dtype].bits, tensor.shape
+            order = self._orders.get(name)
+            if order is not None and order.columns is not None and order.columns % _BLOCK:
+                continue  # whose blocks have columns of several groups
             if bits is not None and len(shape) > 1:
                 rows, columns = math.prod(shape[:-1]), shape[-1]
                 groups = columns // _BLOCK
@@ -111,15 +125,33 @@ class GgufCheckpoint(Checkpoint):
         if len(shape) > 1:
             return super().read(name)
         values = blocks.decode(self._tensors[name].dtype, name, self._data(name, 0, 1))
+        if (order := self._orders.get(name)) is not None:
+            values = values.ravel()[order.places]
+        if name.endswith(DECAYS):
+            return self._log_of_decays(name, to_float32(values).ravel())
         heads = self._turned.get(name)
         return values.ravel() if heads is None else _halves(values.ravel(), heads).ravel()
+
+    def _log_of_decays(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What other checkpoints have. Raises CheckpointError where that is no number."""
+        if not (values < 0).all():
+            raise CheckpointError(
+                f"{self._owners[name].path}: {name} has numbers that are not below 0, as decays "
+                "of states are. Download it again."
+            )
+        found: NDArray[np.float32] = np.log(-values)
+        return found
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Read rows `start` to `stop`, [rows, columns].
 
         Plain numbers are in their own dtype, others in float32.
         """
-        return blocks.decode(self._tensors[name].dtype, name, self._rows(name, start, stop))
+        values = blocks.decode(self._tensors[name].dtype, name, self._rows(name, start, stop))
+        order = self._orders.get(name)
+        if order is None or order.columns is None or name in self._packed:
+            return values
+        return order.across(values)
 
     def read_blocks(
         self, name: str, start: int, stop: int
@@ -141,6 +173,8 @@ class GgufCheckpoint(Checkpoint):
         return load(name, start, stop)
 
     def _load_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        if (order := self._orders.get(name)) is not None:
+            return self._ordered(name, order, start, stop)
         heads = self._turned.get(name)
         if heads is None:
             return self._data(name, start, stop)
@@ -148,6 +182,17 @@ class GgufCheckpoint(Checkpoint):
         first, last = start // size, -(-stop // size)
         whole = self._data(name, first * size, last * size)
         return _halves(whole, last - first)[start - first * size : stop - first * size]
+
+    def _ordered(self, name: str, order: Order, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows as they are stored, in the order of others; so are blocks that are kept."""
+        if order.columns is None:
+            places = order.places[start:stop]
+            ends = np.flatnonzero(np.diff(places) != 1) + 1
+            runs = np.split(places, ends)  # of rows that follow each other
+            parts = [self._data(name, int(run[0]), int(run[-1]) + 1) for run in runs]
+            return np.concatenate(parts)
+        rows = self._data(name, start, stop)
+        return order.across(rows).view(np.uint8) if name in self._packed else rows
 
     def _data(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
         """Rows as they are stored, uint8 [rows, bytes of a row]; a vector is one."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.gguf.layouts import ROUTER
 from onnxport.exporter.gguf.metadata import Metadata
+
+FURTHER: Final = "nextn_predict_layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,20 @@ class Facts:
             raise CheckpointError(
                 f"{self.metadata.path}: {self.metadata.name('block_count')} is {told}, and there "
                 f"are {len(self.shapes)} tensors in all. Download it again."
+            )
+        return told
+
+    def further_layers(self) -> int:
+        """Layers behind the last one, which guess tokens behind the next one.
+
+        Raises:
+            CheckpointError: There are as many as layers, or fewer than none.
+        """
+        told = self.metadata.get(FURTHER, int, 0)
+        if not 0 <= told < self.num_layers():
+            raise CheckpointError(
+                f"{self.metadata.path}: {self.metadata.name(FURTHER)} is {told}, and there are "
+                f"{self.num_layers()} layers with these. Download it again."
             )
         return told
 

@@ -19,6 +19,8 @@ GATE_BIAS: Final = "ffn_gate_exps.bias"
 UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 ROUTER: Final = "ffn_gate_inp.weight"
+CORRECTION: Final = "exp_probs_b.bias"
+DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
 
 LAYOUT: Final = TensorNames(
     embedding="token_embd.weight",
@@ -37,7 +39,7 @@ LAYOUT: Final = TensorNames(
     router="ffn_gate_inp",
     expert_gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     expert_down=("ffn_down_exps.weight",),
-    correction="exp_probs_b.bias",
+    correction=CORRECTION,
     shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
     shared_down=("ffn_down_shexp",),
     shared_gate="ffn_gate_inp_shexp",
@@ -45,8 +47,35 @@ LAYOUT: Final = TensorNames(
     down_norm="post_ffw_norm.weight",
     ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS),  # which tables of the RoPE are made of
 )
+_CONVOLUTIONS: Final[Mapping[str, Any]] = {
+    "final_norm": "token_embd_norm.weight",
+    "linear_in": ("shortconv.in_proj",),
+    "linear_conv": "shortconv.conv.weight",
+    "linear_o": ("shortconv.out_proj",),
+    "conv_axes": (),
+}
+_DELTA_NETS: Final[Mapping[str, Any]] = {
+    "post_norm": "post_attention_norm.weight",
+    "linear_in": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
+    "linear_conv": "ssm_conv1d.weight",
+    "linear_a_log": DECAYS,
+    "linear_dt_bias": "ssm_dt.bias",
+    "linear_norm": "ssm_norm.weight",
+    "linear_o": ("ssm_out",),
+    "conv_axes": (),
+}
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "afmoe": {"attention_gate": "attn_gate"},
+    "deepseek2": {
+        "latent_q": "attn_q",
+        "latent_q_a": "attn_q_a",
+        "latent_q_norm": "attn_q_a_norm.weight",
+        "latent_q_b": "attn_q_b",
+        "latent_kv_a": "attn_kv_a_mqa",
+        "latent_kv_norm": "attn_kv_a_norm.weight",
+        "latent_apart": ("attn_k_b", "attn_v_b"),
+    },
     "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {
         "post_norm": "post_attention_norm.weight",
@@ -56,7 +85,12 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_down_bias": "ffn_down_exps.bias",
     },
     "gptneox": {"qkv": ("attn_qkv",)},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2moe": _CONVOLUTIONS,
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
+    "qwen35": _DELTA_NETS,
+    "qwen35moe": _DELTA_NETS,
+    "qwen3next": {**_DELTA_NETS, "linear_in": ("attn_qkv", "attn_gate", "ssm_ba")},
     "seed_oss": {"post_norm": "post_attention_norm.weight"},
 }
 

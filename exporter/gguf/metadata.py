@@ -118,6 +118,10 @@ class Metadata:
             )
         return value
 
+    def holds(self, key: str, kind: type) -> bool:
+        """Whether `key` is there, with a value of a type."""
+        return isinstance(self._values.get(key), kind)
+
     def expect(self, key: str, value: Any) -> None:
         """Refuse another value of `key`, which may be absent, than what this model computes."""
         found = self.get(key, type(value), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +17,10 @@ from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.gguf import blocks
 from onnxport.exporter.gguf.architectures import read_config
 from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
-from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.facts import FURTHER, Facts
 from onnxport.exporter.gguf.layouts import layout
 from onnxport.exporter.gguf.metadata import Metadata
+from onnxport.exporter.gguf.orders import orders
 from onnxport.exporter.gguf.parts import parts_of
 from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.gguf.tokenizer import write_files
@@ -62,10 +64,12 @@ class GgufModel:
         except BaseException:
             self.close()
             raise
-        self._neighbours = architecture.neighbours
+        self._architecture = architecture
         self.config = Config(values, path)
         self._vocab_size: int = values["vocab_size"]
-        self.names: TensorNames = layout(self._metadata.architecture)
+        names, layers = layout(self._metadata.architecture), values["num_hidden_layers"]
+        further = range(layers, layers + self._metadata.get(FURTHER, int, 0))
+        self.names: TensorNames = replace(names, further=tuple(map(names.layer.format, further)))
 
     def close(self) -> None:
         """Close the files, and remove those that were written. Idempotent."""
@@ -97,13 +101,14 @@ class GgufModel:
     def open(self, spec: ArchSpec) -> GgufCheckpoint:
         """The weights. Raises CheckpointError where they cannot be decoded."""
         turned: dict[str, int] = {}
-        if self._neighbours:
+        if self._architecture.neighbours:
             for layer in range(spec.num_layers):
                 prefix = self.names.layer.format(layer)
                 for kind in ("weight", "bias"):
                     turned[f"{prefix}attn_q.{kind}"] = spec.num_heads
                     turned[f"{prefix}attn_k.{kind}"] = spec.num_kv_heads
-        return GgufCheckpoint(self._shards, turned)
+        tiled = orders(spec, self.names) if self._architecture.tiled else {}
+        return GgufCheckpoint(self._shards, turned, tiled)
 
     def write_files(self) -> Path:
         """Write tokenizer, templates and generation settings to a folder, which `close` removes.

@@ -67,6 +67,7 @@ SPLITS: Final[Mapping[str, Split]] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": _DBRX,
     "smaug-bpe": _DBRX,
     "qwen2": _QWEN2,

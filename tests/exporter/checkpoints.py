@@ -957,6 +957,61 @@ SPACES: Mapping[str, Case] = {
     ),
 }
 
+_CONV = "conv"
+_SHORT_CONV: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "layer_types": [_CONV, _CONV, _FULL, _CONV],
+    "norm_eps": 0.05,  # so that each norm's tells
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+# Models with layers that are a convolution.
+SHORT_CONV: Mapping[str, Case] = {
+    "lfm2": Case("lfm2", {**_SHORT_CONV, "block_multiple_of": 48}, torch.bfloat16),
+    "lfm2-biases": Case(  # attention in the last layer, and in none beside it
+        "lfm2",
+        {
+            **_SHORT_CONV,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 1,
+            "layer_types": [_CONV, _FULL],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_embedding": True,
+        },
+        shards=True,
+    ),
+    "lfm2-moe": Case(  # the first layer has none
+        "lfm2_moe",
+        {
+            **_SHORT_CONV,
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+            "tie_embedding": True,
+        },
+        torch.bfloat16,
+    ),
+    "lfm2-moe-uncorrected": Case(
+        "lfm2_moe",
+        {
+            **_SHORT_CONV,
+            "num_hidden_layers": 3,
+            "layer_types": [_FULL, _CONV, _CONV],
+            "num_dense_layers": 0,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
+        },
+    ),
+}
+
 
 def configuration(case: Case) -> PreTrainedConfig:
     """Transformers' configuration of a case."""
@@ -990,7 +1045,7 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.to(case.dtype)
     packed = _pack_experts(model) if case.mxfp4 else {}

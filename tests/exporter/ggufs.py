@@ -23,7 +23,23 @@ Array = NDArray[np.float32]
 Pick = Callable[[str, Array], Kind]  # the type of a tensor, by its name in the file
 
 ARCHITECTURES: Mapping[str, str] = {
+    "afmoe": "afmoe",
     "arcee": "arcee",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone4": "exaone4",
+    "exaone_moe": "exaone-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_next": "qwen3next",
     "dots1": "dots1",
     "ernie4_5": "ernie4_5",
     "gemma2": "gemma2",
@@ -39,6 +55,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "mixtral": "llama",
     "nemotron": "nemotron",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "olmoe": "olmoe",
     "phi": "phi2",
     "phi3": "phi3",
@@ -51,12 +68,13 @@ ARCHITECTURES: Mapping[str, str] = {
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
+DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 NEIGHBOURS = (
     *("arcee", "llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared"),
     "smollm3",
 )
 PARTIAL = ("gptneox", "nemotron", "phi2", "stablelm")
-LAYER_NORMS = ("layer_norm_eps", "norm_eps", "norm_epsilon")
+LAYER_NORMS = ("layer_norm_eps", "norm_epsilon")
 SINKS = "self_attn.sinks.weight"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _JOINED = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
@@ -91,7 +109,7 @@ def write(
             add(writer, key, value)
     for name, values in tensors(folder, config, architecture):
         kind = pick if isinstance(pick, Kind) else pick(name, values)
-        if values.ndim == 1 or name.endswith(("ffn_gate_inp.weight", ".bias")):
+        if values.ndim == 1 or is_kept(name) or name.endswith(("ffn_gate_inp.weight", ".bias")):
             kind = Kind.F32
         if values.dtype == np.uint8:
             writer.add_tensor(name, values, raw_dtype=Kind.MXFP4)
@@ -102,6 +120,11 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0] if split else path
+
+
+def is_kept(name: str) -> bool:
+    """Whether a tensor stays in F32 for another reason than its shape."""
+    return "conv" in name and "proj" not in name
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -166,6 +189,10 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim") or hidden // heads
+    epsilons = [(name, config.get(name)) for name in ("rms_norm_eps", "norm_eps", *LAYER_NORMS)]
+    epsilon, eps = next((name, one) for name, one in epsilons if one)
+    has_layer_norms = epsilon in LAYER_NORMS or architecture == "nemotron"
+    norm = "layer_norm_epsilon" if has_layer_norms else "layer_norm_rms_epsilon"
     if isinstance(rope.get("full_attention"), dict):
         rope = rope["full_attention"]
     keys: dict[str, Any] = {
@@ -178,20 +205,16 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "{arch}.feed_forward_length": config["intermediate_size"],
         "{arch}.attention.head_count": heads,
         "{arch}.attention.head_count_kv": config.get("num_key_value_heads", heads),
+        "{arch}.attention." + norm: float(eps),
         "{arch}.rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
         "{arch}.vocab_size": config["vocab_size"],
         "tokenizer.ggml.model": "none",
     }
-    if "rms_norm_eps" in config:
-        keys["{arch}.attention.layer_norm_rms_epsilon"] = float(config["rms_norm_eps"])
-    else:
-        epsilon = next(config[name] for name in LAYER_NORMS if name in config)
-        keys["{arch}.attention.layer_norm_epsilon"] = float(epsilon)
     if "use_parallel_residual" in config:
         keys["{arch}.use_parallel_residual"] = config["use_parallel_residual"]
     if config.get("head_dim"):
         keys |= {"{arch}.attention.key_length": head, "{arch}.attention.value_length": head}
-    whole = ("llama", "phi3", "granite", "granitemoe", "smollm3", "glm4moe", "arcee")
+    whole = ("llama", "phi3", "granite", "granitemoe", "smollm3", "glm4moe", "arcee", "cohere2")
     if architecture in (*whole, *PARTIAL):
         partial = rope.get("partial_rotary_factor", 1.0)
         keys["{arch}.rope.dimension_count"] = int(head * partial)
@@ -208,6 +231,113 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(cap):
             keys["{arch}." + cap] = float(config[cap])
+    return keys | recent(config, architecture, head)
+
+
+def recent(config: Mapping[str, Any], architecture: str, head: int) -> dict[str, Any]:
+    """Keys that are of one architecture, as llama.cpp's `conversion/` has them."""
+    types = config.get("layer_types") or []
+    keys: dict[str, Any] = {}
+    if architecture in ("command-r", "cohere2"):
+        keys["{arch}.logit_scale"] = float(config["logit_scale"])
+        keys["{arch}.rope.scaling.type"] = "none"
+    sliding = ("cohere2", "exaone4", "exaone-moe", "afmoe", "olmo2")
+    if architecture in sliding and config.get("sliding_window"):
+        keys["{arch}.attention.sliding_window"] = config["sliding_window"]
+        if architecture != "cohere2":
+            pattern = [kind == "sliding_attention" for kind in types]
+            keys["{arch}.attention.sliding_window_pattern"] = pattern
+    if architecture == "ernie4_5-moe":
+        shared = config["intermediate_size"] // config["num_key_value_heads"]  # as it is written
+        keys["{arch}.expert_count"] = config["moe_num_experts"]
+        keys["{arch}.expert_used_count"] = config["moe_k"]
+        keys["{arch}.expert_feed_forward_length"] = config["moe_intermediate_size"]
+        keys["{arch}.expert_shared_count"] = config["moe_num_shared_experts"]
+        keys["{arch}.expert_shared_feed_forward_length"] = shared
+        keys["{arch}.interleave_moe_layer_step"] = config["moe_layer_interval"]
+        keys["{arch}.leading_dense_block_count"] = config["moe_layer_start_index"]
+    if architecture == "minimax-m2":
+        keys["{arch}.expert_feed_forward_length"] = config["intermediate_size"]
+        keys["{arch}.rope.dimension_count"] = config.get("rotary_dim") or head
+        keys["{arch}.expert_gating_func"] = 2
+    if architecture in ("lfm2", "lfm2moe"):
+        kv = config["num_key_value_heads"]
+        keys["{arch}.attention.head_count_kv"] = [0 if kind == "conv" else kv for kind in types]
+        keys["{arch}.shortconv.l_cache"] = config["conv_L_cache"]
+    if architecture == "lfm2":
+        adjusted = -(-(2 * config["intermediate_size"] // 3) // config["block_multiple_of"])
+        size = adjusted * config["block_multiple_of"]
+        if config["block_auto_adjust_ff_dim"]:
+            keys["{arch}.feed_forward_length"] = size
+    if architecture == "lfm2moe":
+        keys["{arch}.leading_dense_block_count"] = config["num_dense_layers"]
+        keys["{arch}.expert_gating_func"] = 2
+    if architecture == "afmoe":
+        keys["{arch}.expert_shared_count"] = config["num_shared_experts"]
+        keys["{arch}.leading_dense_block_count"] = config["num_dense_layers"]
+        keys["{arch}.expert_weights_norm"] = True
+        keys["{arch}.expert_weights_scale"] = float(config["route_scale"])
+        keys["{arch}.expert_gating_func"] = 2
+    if architecture == "hunyuan-moe":
+        size = config["intermediate_size"]
+        keys["{arch}.expert_used_count"] = config["moe_topk"]
+        keys["{arch}.expert_feed_forward_length"] = size
+        keys["{arch}.expert_shared_feed_forward_length"] = size
+        keys["{arch}.expert_shared_count"] = 1
+    if architecture.startswith("hunyuan"):
+        rope = config["rope_parameters"]
+        if rope.get("alpha"):
+            theta = rope["rope_theta"] * rope["alpha"] ** (head / (head - 2))
+            keys["{arch}.rope.freq_base"] = float(theta)
+            keys["{arch}.rope.scaling.type"] = "none"
+            keys["{arch}.rope.scaling.factor"] = 1.0
+            context = config["max_position_embeddings"]
+            keys["{arch}.rope.scaling.original_context_length"] = context
+    if architecture == "exaone-moe":
+        size, shared = config["moe_intermediate_size"], config["num_shared_experts"]
+        keys["{arch}.expert_shared_count"] = shared
+        keys["{arch}.expert_shared_feed_forward_length"] = size * shared
+        keys["{arch}.expert_weights_scale"] = float(config["routed_scaling_factor"])
+        keys["{arch}.expert_weights_norm"] = config["norm_topk_prob"]
+        keys["{arch}.leading_dense_block_count"] = 1
+        keys["{arch}.rope.scaling.type"] = "none"
+    if config.get("n_group") and architecture in ("exaone-moe", "deepseek2"):
+        keys["{arch}.expert_group_count"] = config["n_group"]
+        keys["{arch}.expert_group_used_count"] = config["topk_group"]
+    if architecture == "deepseek2":
+        keys |= _latent(config)
+    if architecture in DELTA_NETS:
+        heads = config["linear_num_value_heads"]
+        keys["{arch}.ssm.conv_kernel"] = config["linear_conv_kernel_dim"]
+        keys["{arch}.ssm.state_size"] = config["linear_key_head_dim"]
+        keys["{arch}.ssm.group_count"] = config["linear_num_key_heads"]
+        keys["{arch}.ssm.time_step_rank"] = heads
+        keys["{arch}.ssm.inner_size"] = config["linear_value_head_dim"] * heads
+        keys["{arch}.full_attention_interval"] = 4
+        partial = config["rope_parameters"].get("partial_rotary_factor", 0.25)
+        keys["{arch}.rope.dimension_count"] = int(head * partial)
+    return keys
+
+
+def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of DeepSeek's attention: sizes of what is cached, and of heads."""
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    keys: dict[str, Any] = {
+        "{arch}.attention.head_count_kv": 1,
+        "{arch}.attention.kv_lora_rank": rank,
+        "{arch}.attention.key_length": rank + rope,
+        "{arch}.attention.value_length": rank,
+        "{arch}.attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+        "{arch}.attention.value_length_mla": config["v_head_dim"],
+        "{arch}.rope.dimension_count": rope,
+    }
+    if config.get("q_lora_rank"):
+        keys["{arch}.attention.q_lora_rank"] = config["q_lora_rank"]
+    magnitude = config["rope_parameters"].get("mscale_all_dim")
+    if magnitude is not None:
+        keys["{arch}.rope.scaling.yarn_log_multiplier"] = 0.1 * magnitude
+    if config["model_type"] == "deepseek_v2":  # which says none of a function of scores
+        keys["{arch}.expert_gating_func"] = 1
     return keys
 
 
@@ -229,7 +359,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
             prefix + "original_context_length": original,
             prefix + "attn_factor": magnitude,
         }
-    assert kind in ("default", "llama3"), kind
+    assert kind in ("default", "llama3") or rope.get("alpha"), kind
     return {}
 
 
@@ -243,13 +373,13 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         keys = {
             "{arch}.expert_gating_func": 2,
             "{arch}.expert_shared_count": config["n_shared_experts"],
-            "{arch}.expert_weights_norm": config["norm_topk_prob"],
+            "{arch}.expert_weights_norm": config.get("norm_topk_prob", False),
             "{arch}.expert_weights_scale": float(config["routed_scaling_factor"]),
             "{arch}.leading_dense_block_count": config["first_k_dense_replace"],
         }
     keys |= {
         "{arch}.expert_count": count,
-        "{arch}.expert_used_count": config["num_experts_per_tok"],
+        "{arch}.expert_used_count": config.get("num_experts_per_tok", config.get("moe_topk")),
     }
     for key, name in (
         ("expert_feed_forward_length", "moe_intermediate_size"),
@@ -273,10 +403,14 @@ def tensors(
         for name, tensor in load_file(path).items()
     }
     found = dict(_gpt_oss(found)) if architecture == "gpt-oss" else found
-    found = _with_head_norms_joined(found)
+    found = _with_head_norms_joined(dict(_recent(found, config, architecture)))
     for name, values in _with_experts_joined(found).items():
         spelled = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if "feed_forward.experts" in spelled:
+            spelled = spelled.removeprefix("model.")
         base, dot, suffix = spelled.rpartition(".")
+        if name.endswith("A_log"):
+            base, dot, suffix = name, "", ""
         target = names.get_name(base)
         assert target is not None, name
         yield target + dot + suffix, _changed(name, values, config)
@@ -286,6 +420,64 @@ def tensors(
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32)
+
+
+def _recent(
+    found: Mapping[str, Array], config: Mapping[str, Any], architecture: str
+) -> Iterator[tuple[str, Array]]:
+    """What the converter does with tensors of recent families, and what they are called then."""
+    for name, values in found.items():
+        if "conv" in name and values.ndim == 3:
+            values = values[:, 0]
+        if name.endswith("kv_b_proj.weight"):
+            keys, heads = config["qk_nope_head_dim"], config["num_attention_heads"]
+            both = values.reshape(heads, -1, values.shape[-1])
+            k, v = both[:, :keys].swapaxes(1, 2), both[:, keys:]
+            yield name.replace("kv_b_proj", "k_b_proj"), np.ascontiguousarray(k)
+            yield name.replace("kv_b_proj", "v_b_proj"), np.ascontiguousarray(v)
+            continue
+        if architecture in DELTA_NETS:
+            if name.endswith("in_proj_qkvz.weight"):
+                yield from _by_kind(name, values, config)
+                continue
+            if architecture != "qwen3next" and "linear_attn" in name:
+                values = _tiled(name, values, config)
+            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+                values = values + np.float32(1)
+            if name.endswith("A_log"):
+                values = -np.exp(values)
+            name = name.replace("dt_bias", "dt_proj.bias")
+        yield name.replace("expert_bias", "expert_bias.bias"), values
+
+
+def _tiled(name: str, values: Array, config: Mapping[str, Any]) -> Array:
+    """First value heads of all key heads ahead of second ones, as Qwen3.5's files have them."""
+    key_heads, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    behind = 2 * key_heads * config["linear_key_head_dim"]
+
+    def moved(rows: Array) -> Array:
+        groups = rows.reshape(key_heads, config["linear_num_value_heads"] // key_heads, -1)
+        return np.ascontiguousarray(groups.swapaxes(0, 1)).reshape(rows.shape)
+
+    kind = name.partition("linear_attn.")[2].removesuffix(".weight")
+    if kind == "out_proj":
+        return np.ascontiguousarray(moved(np.ascontiguousarray(values.T)).T)
+    if kind in ("in_proj_qkv", "conv1d"):
+        assert len(values) == behind + config["linear_num_value_heads"] * size
+        return np.concatenate([values[:behind], moved(values[behind:])])
+    return values if kind == "norm" else moved(values)
+
+
+def _by_kind(name: str, values: Array, config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+    """Queries, keys and values of all heads behind each other, and gates."""
+    heads, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    share = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+    parts = np.split(
+        values.reshape(heads, -1, values.shape[-1]), [size, 2 * size, 2 * size + share], 1
+    )
+    q, k, v, z = (part.reshape(-1, values.shape[-1]) for part in parts)
+    yield name.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate([q, k, v])
+    yield name.replace("in_proj_qkvz", "in_proj_z"), z
 
 
 def _gpt_oss(found: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, NDArray[Any]]]:

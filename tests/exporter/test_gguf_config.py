@@ -25,13 +25,66 @@ BASE: Mapping[str, Any] = {
     "attention.head_count": 4,
     "attention.layer_norm_rms_epsilon": 1e-5,
 }
-_LAYER_NORMS: Mapping[str, Any] = {
+LAYER_NORM: Mapping[str, Any] = {
     "attention.layer_norm_rms_epsilon": None,
     "attention.layer_norm_epsilon": 1e-5,
 }
+DELTA_NETS: Mapping[str, Any] = {
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 32,
+}
+SHARED_EXPERT: Mapping[str, Any] = {
+    "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 32,
+}
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("gptneox", "nemotron", "phi2", "stablelm", "starcoder2"), _LAYER_NORMS),
+    **dict.fromkeys(("gptneox", "nemotron", "phi2", "stablelm", "starcoder2"), LAYER_NORM),
+    "afmoe": {
+        "attention.sliding_window": 8,
+        "expert_feed_forward_length": 32,
+        "expert_weights_norm": True,
+    },
+    "command-r": {**LAYER_NORM, "logit_scale": 0.5},
+    "cohere2": {**LAYER_NORM, "logit_scale": 0.5, "attention.sliding_window": 8},
+    "deepseek2": {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": 32,
+        "attention.key_length": 48,
+        "attention.value_length": 32,
+        "attention.key_length_mla": 40,
+        "attention.value_length_mla": 24,
+        "rope.dimension_count": 16,
+        "expert_feed_forward_length": 32,
+        "expert_group_count": 1,
+        "expert_group_used_count": 1,
+    },
+    "exaone-moe": {
+        "attention.sliding_window": 8,
+        "expert_feed_forward_length": 32,
+        "expert_shared_count": 2,
+        "expert_shared_feed_forward_length": 64,
+        "expert_weights_norm": True,
+        "leading_dense_block_count": 1,
+    },
+    "ernie4_5-moe": {"expert_feed_forward_length": 32, "leading_dense_block_count": 1},
+    "hunyuan-moe": {"expert_shared_count": 1},
+    "lfm2": {"attention.head_count_kv": [0, 4], "shortconv.l_cache": 3},
+    "lfm2moe": {
+        "attention.head_count_kv": [0, 4],
+        "shortconv.l_cache": 3,
+        "expert_gating_func": 2,
+        "expert_feed_forward_length": 32,
+        "leading_dense_block_count": 1,
+    },
+    "minimax-m2": {"expert_gating_func": 2},
+    "qwen35": {**DELTA_NETS, "rope.dimension_sections": [2, 3, 3, 0]},
+    "qwen35moe": {**DELTA_NETS, **SHARED_EXPERT, "feed_forward_length": None},
+    "qwen3next": {**DELTA_NETS, **SHARED_EXPERT},
     "dots1": {"expert_gating_func": 2, "expert_feed_forward_length": 32},
     "gemma2": {"attention.sliding_window": 8},
     "gemma3": {"attention.sliding_window": 8},
@@ -44,7 +97,11 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "qwen2moe": {"expert_feed_forward_length": 32},
     "qwen3moe": {"expert_feed_forward_length": 32},
 }
-WITH_EXPERTS = ("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe")
+WITH_EXPERTS = (
+    *("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
+    *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
+    *("ernie4_5-moe", "qwen3next"),
+)
 
 
 def facts(
@@ -81,8 +138,9 @@ def spec(found: Facts, context_length: int | None = None) -> ArchSpec:
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_every_architecture_has_a_family(architecture: str) -> None:
     read = spec(facts(architecture, *(["output.weight"] if architecture == "phi2" else [])))
-    assert (read.num_layers, read.hidden_size, read.head_size) == (2, 64, 16)
-    assert (read.num_heads, read.num_kv_heads, read.vocab_size) == (4, 4, 100)
+    heads = (48, 1) if read.latent else (16, 4)
+    assert (read.num_layers, read.hidden_size, read.head_size) == (2, 64, heads[0])
+    assert (read.num_heads, read.num_kv_heads, read.vocab_size) == (4, heads[1], 100)
     assert read.tie_word_embeddings == (architecture != "phi2")
     assert not spec(facts(architecture, "output.weight")).tie_word_embeddings
     assert (read.experts is not None) == (architecture in WITH_EXPERTS)
@@ -300,3 +358,164 @@ def test_more_heads_than_channels() -> None:
     own = {"attention.head_count": 1000, "attention.key_length": None}
     with pytest.raises(CheckpointError, match=r"attention\.key_length is 0, expected at least 1"):
         read_config(facts("phi3", **own))
+
+
+@pytest.mark.parametrize("gating", [None, 1])
+def test_deepseek_v2(gating: int | None) -> None:
+    read = spec(facts("deepseek2", expert_gating_func=gating, attention__q_lora_rank=24))
+    assert read.family == "deepseek_v2"
+    assert read.latent is not None
+    sizes = (read.latent.kv_rank, read.latent.nope_size, read.latent.rope_size)
+    assert (*sizes, read.latent.value_size, read.latent.query_rank) == (32, 24, 16, 24, 24)
+    assert read.rope.interleaved
+    assert read.experts is not None
+    assert (read.experts.sigmoid, read.experts.groups, read.experts.scale) == (None, None, 1.0)
+    grouped = {"expert_group_count": 2, "expert_group_used_count": 1, "expert_weights_scale": 16.0}
+    experts = spec(facts("deepseek2", expert_gating_func=gating, **grouped)).experts
+    assert experts is not None
+    assert (experts.groups, experts.groups_per_token, experts.group_best) == (2, 1, 1)
+    assert experts.scale == 16.0
+
+
+def test_deepseek_v3() -> None:
+    keys = {"expert_gating_func": 2, "expert_weights_norm": True, "leading_dense_block_count": 1}
+    keys |= {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    keys |= {"rope__scaling__original_context_length": 64}
+    read = spec(facts("deepseek2", rope__scaling__yarn_log_multiplier=0.0707, **keys))
+    assert read.family == "deepseek_v3"
+    assert read.latent is not None
+    assert read.latent.query_rank is None
+    assert read.rope.attention_factor == 1.0
+    magnitude = 0.1 * 0.707 * math.log(4) + 1
+    assert read.attention_scale == pytest.approx(magnitude**2 / math.sqrt(40))
+    assert read.experts is not None
+    assert (read.experts.sigmoid, read.experts.normalized) == (True, True)
+    assert read.experts.layers == (False, True)
+    with pytest.raises(UnsupportedModelError, match="yarn_log_multiplier, without which"):
+        spec(facts("deepseek2", **keys))
+
+
+def test_glm_4_7_flash_is_known_by_its_layers() -> None:
+    found = facts("deepseek2", block_count=47, leading_dense_block_count=1)
+    shapes = {**found.shapes, "token_embd.weight": (154_880, 64)}
+    read = spec(Facts(found.metadata, shapes, found.numbers))
+    assert read.family == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"expert_group_count": None}, CheckpointError, "lacks the key deepseek2.expert_group_c"),
+        ({"attention__key_length_mla": None}, CheckpointError, "lacks the key .*key_length_mla"),
+        ({"attention__head_count_kv": 4}, UnsupportedModelError, "head_count_kv is 4; of the arch"),
+        ({"attention__key_length": 40}, UnsupportedModelError, "key_length is 40"),
+        ({"expert_gating_func": 4}, UnsupportedModelError, "expert_gating_func is 4"),
+    ],
+)
+def test_what_older_files_of_deepseek_lack(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        spec(facts("deepseek2", **changes))
+
+
+def test_layers_of_lfm2() -> None:
+    read = spec(facts("lfm2"))
+    assert read.linear_layers == (0,)
+    assert read.intermediate_size == 96
+    assert spec(facts("lfm2", attention__head_count_kv=4)).linear is None
+    experts = spec(facts("lfm2moe", "blk.1.exp_probs_b.bias")).experts
+    assert experts is not None
+    assert (experts.corrected, experts.normalized, experts.layers) == (True, True, (False, True))
+    uncorrected = spec(facts("lfm2moe")).experts
+    assert uncorrected is not None
+    assert uncorrected.corrected is None
+    for heads, message in (
+        ([2, 4], r"head_count_kv is \[2, 4\]; supported is one number"),
+        ([0, -1], r"is \[0, -1\]; supported"),
+        ([0, 0], r"is \[0, 0\]; supported"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            spec(facts("lfm2", attention__head_count_kv=heads))
+    with pytest.raises(CheckpointError, match="has 3 entries for 2 layers"):
+        spec(facts("lfm2", attention__head_count_kv=[0, 4, 4]))
+    with pytest.raises(UnsupportedModelError, match=r"lfm2\.attention\.causal = False"):
+        spec(facts("lfm2", attention__causal=False))
+
+
+def test_which_layers_slide() -> None:
+    """As a list says, or all but every fourth."""
+    for architecture in ("afmoe", "cohere2", "exaone-moe"):
+        read = spec(facts(architecture, block_count=5))
+        assert read.sliding_window == (8, 8, 8, None, 8)
+        assert read.rotated_layers == (True, True, True, False, True)
+        two = spec(facts(architecture, block_count=5, attention__sliding_window_pattern=2))
+        assert two.sliding_window == (8, None, 8, None, 8)
+        told = [False, True, True, False, True]
+        listed = spec(facts(architecture, block_count=5, attention__sliding_window_pattern=told))
+        assert listed.sliding_window == (None, 8, 8, None, 8)
+
+
+def test_windows_of_exaone4() -> None:
+    assert spec(facts("exaone4")).rotated_layers is None
+    with pytest.raises(UnsupportedModelError, match=r"rope\.freq_base_swa is 5\.0"):
+        spec(facts("exaone4", attention__sliding_window=8, rope__freq_base_swa=5.0))
+    windowed = spec(facts("exaone4", block_count=4, attention__sliding_window=8))
+    assert windowed.sliding_window == (8, 8, 8, None)
+    largest = spec(facts("exaone4", block_count=64))
+    assert largest.sliding_window == (4096, 4096, 4096, None) * 16
+
+
+def test_layers_that_guess_further_tokens_of_k_exaone() -> None:
+    read = spec(facts("exaone-moe", block_count=5, nextn_predict_layers=1))
+    assert read.num_layers == 4
+    assert read.sliding_window == (8, 8, 8, None)
+    told = [True, False, True, False]
+    keys = {"nextn_predict_layers": 1, "attention__sliding_window_pattern": told}
+    listed = spec(facts("exaone-moe", block_count=5, **keys))
+    assert listed.sliding_window == (8, None, 8, None)
+
+
+def test_sizes_of_qwen3_next() -> None:
+    read = spec(facts("qwen3next", rope__dimension_count=4))
+    assert read.rope.rotary_dim == 4
+    assert read.linear is not None
+    assert (read.linear.conv_state, read.linear.recurrent_state) == ((96, 3), (4, 8, 16))
+    assert read.linear_layers == (0,)
+    assert spec(facts("qwen3next")).rope.rotary_dim == 16
+    with pytest.raises(CheckpointError, match=r"ssm\.inner_size is 30, of 4 heads"):
+        spec(facts("qwen3next", ssm__inner_size=30))
+
+
+@pytest.mark.parametrize("further", [2, 5, -1])
+def test_more_layers_behind_the_last_than_there_are(further: int) -> None:
+    with pytest.raises(CheckpointError, match=f"nextn_predict_layers is {further}, and there are"):
+        spec(facts("qwen35", nextn_predict_layers=further))
+
+
+def test_layers_behind_the_last_of_qwen3_5() -> None:
+    read = spec(facts("qwen35", block_count=3, nextn_predict_layers=1))
+    assert (read.num_layers, read.linear_layers) == (2, (0,))
+
+
+def test_olmo_3_is_known_by_its_windows() -> None:
+    assert spec(facts("olmo2")).family == "olmo2"
+    keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    keys |= {"rope__scaling__original_context_length": 64, "rope__freq_base": 500.0}
+    read = spec(facts("olmo2", block_count=4, attention__sliding_window=8, **keys))
+    assert read.family == "olmo3"
+    assert read.sliding_window == (8, 8, 8, None)
+    assert read.local_rope is not None
+    assert (read.rope.type, read.local_rope.type, read.local_rope.theta) == ("yarn", "default", 500)
+
+
+def test_experts_of_ernie() -> None:
+    read = spec(facts("ernie4_5-moe", block_count=4, interleave_moe_layer_step=2))
+    assert read.experts is not None
+    assert read.experts.layers == (False, True, False, True)
+    assert (read.experts.normalized, read.experts.corrected) == (True, True)
+    assert read.experts.shared_size is None
+    shared = {"expert_shared_count": 2, "expert_shared_feed_forward_length": 5}
+    beside = spec(facts("ernie4_5-moe", **shared)).experts
+    assert beside is not None
+    assert beside.shared_size == 64

@@ -1,4 +1,4 @@
-"""Hybrid models give transformers' logits and greedy tokens in graphs."""
+"""Models with layers that have a state give transformers' logits and greedy tokens in graphs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.cpu.library import find_library
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID, SPACES
+from tests.exporter.checkpoints import HYBRID, SHORT_CONV, SPACES
 from tests.exporter.run_graphs import Graph, Kind, check_golden, greedy, start
 from tests.exporter.test_genai import PROMPT, generate
 
 Exported = tuple[PreTrainedModel, Artifact]
 KERNEL = find_library()
-CASES = {**HYBRID, **SPACES}
+CASES = {**HYBRID, **SPACES, **SHORT_CONV}
 KINDS: list[Kind] = ["gqa", "decomposed", "custom"]
 
 
@@ -72,6 +72,7 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
         *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
         *(("granite-4", "int4"), ("granite-4-dense", "fp16"), ("bamba-biases", "int8")),
         *(("nemotron-h", "int4"), ("nemotron-h-biases", "fp16")),
+        *(("lfm2", "int4"), ("lfm2-biases", "fp16"), ("lfm2-moe", "int4")),
     ],
 )
 def test_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
@@ -87,7 +88,6 @@ def test_a_padded_batch(exported: Exported) -> None:
     long, short = checkpoints.tokens(1, 8), checkpoints.tokens(2, 6)
     spec = artifact.manifest.model
     assert spec.linear is not None
-    heads, value_size, key_size = spec.linear.recurrent_state
     cache = np.zeros((2, spec.num_kv_heads, 0, spec.head_size), np.float32)
     past: dict[str, NDArray[Any]] = {}
     for layer in spec.cached_layers:
@@ -95,6 +95,9 @@ def test_a_padded_batch(exported: Exported) -> None:
     for layer in spec.linear_layers:
         conv = np.zeros((2, *spec.linear.conv_state), np.float32)
         past[contract.gqa_past_conv_state(layer)] = conv
+        if spec.linear.recurrent_state is None:
+            continue
+        heads, value_size, key_size = spec.linear.recurrent_state
         recurrent = np.zeros((2, heads, key_size, value_size), np.float32)
         past[contract.gqa_past_recurrent_state(layer)] = recurrent
     session = start(artifact, "gqa")

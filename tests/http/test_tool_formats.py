@@ -17,6 +17,7 @@ from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
@@ -137,6 +138,23 @@ FOUND: list[Case] = [
         "",
         [ParsedCall("add", '{"t": "one\\ntwothree"}')],
     ),
+    (LFM2, "<|tool_call_start|>[add(a=1)]<|tool_call_end|>", "", [ADD]),
+    (LFM2, "Hm. <|tool_call_start|>[add(a=1)]<|tool_call_end|> So", "Hm. So", [ADD]),
+    (
+        LFM2,
+        '<|tool_call_start|>[add(a=1), add_all(x=[1, "y]};<|"])]\n<|tool_call_end|>',
+        "",
+        [ADD, ALL],
+    ),
+    (LFM2, "<|tool_call_start|> [add(a=1)]", "", [ADD]),  # cut
+    (LFM2, f"<|tool_call_start|>[{J_ADD}, {J_ALL}]<|tool_call_end|>", "", [ADD, ALL]),
+    (LFM2, f"<|tool_call_start|>{J_ADD}<|tool_call_end|>", "", [ADD]),
+    (
+        LFM2,
+        "<|tool_call_start|>[add(t='<|tool_call_end|>')]<|tool_call_end|>",
+        "",
+        [ParsedCall("add", '{"t": "<|tool_call_end|>"}')],
+    ),
     (
         HERMES,
         '<tool_call>{"name": "add", "arguments": {"t": "one\ntwo"}}</tool_call>',
@@ -217,6 +235,10 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (PYTHONIC, "[add(**{})]"),
     (PYTHONIC, "[add(a=1"),
     (PYTHONIC, "[add(a=" + "-" * 5000 + "1)]"),
+    (LFM2, "[add(a=1)]"),
+    (LFM2, "<|tool_call_start|>[add(a=1), sub()]<|tool_call_end|>"),
+    (LFM2, "<|tool_call_start|>add(a=1)<|tool_call_end|>"),
+    (LFM2, "<|tool_call_start|>[add(a="),
     (GLM4, "add_"),
     (GLM4, "add\nnumbers"),
     (GLM4, 'add {"a": 1}'),
@@ -391,6 +413,7 @@ LONG = [
     (GRANITE_TOKEN, f"<|tool_call|>[{J_CODE}]"),
     (PHI4_MINI_WORD, f"functools[{J_CODE}]"),
     (PYTHONIC, f"[add(t={CODE!r}, l={[[1], [2]] * 100})]"),
+    (LFM2, f"<|tool_call_start|>[add(t={CODE!r})]<|tool_call_end|>"),
     (GLM4, f'add\n{{"t": {json.dumps(CODE)}}}'),
     (SEED_OSS, f"{SEED_ADD[:-12]}<parameter=t>{CODE}</parameter></function></seed:tool_call>"),
     (QWEN3_CODER, CODER_ADD.replace("add>", f"add>\n<parameter=t>{CODE}</parameter>")),

@@ -18,6 +18,7 @@ from onnxport.serving.http.tool_formats.base import ToolFormat
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME, new_id
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
@@ -61,6 +62,8 @@ STRICT: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
         (templates.GRANITE4, HERMES),
         (templates.PHI4_MINI, PHI4_MINI_TOKEN),
         (templates.PHI4_MINI_WORD, PHI4_MINI_WORD),
+        (templates.LFM2, LFM2),
+        (templates.LFM25, LFM2),
         (templates.GLM4, GLM4),
         (templates.GLM45, GLM45),
         (templates.SEED_OSS, SEED_OSS),

@@ -42,6 +42,11 @@ PHI4_MINI = """{% for m in messages %}{% if m.role == 'system' and 'tools' in m 
 {%- endif %}<|end|>{% endfor %}"""
 PHI4_MINI_WORD = f"""{_TOOLS}All function calls should be generated in a single JSON list formatted
 as functools[{{"name": [function name], "arguments": [function arguments as JSON]}}, ...]{_TURNS}"""
+LFM2 = """{%- if tools %}<|im_start|>system\nList of tools: <|tool_list_start|>[
+{%- for t in tools %}{{ t | tojson }}{% if not loop.last %}, {% endif %}{% endfor -%}
+]<|tool_list_end|><|im_end|>{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"""
+LFM25 = LFM2.replace("<|tool_list_start|>", "").replace("<|tool_list_end|>", "")
 GLM4 = f"""{_TOOLS}在调用上述函数时，请使用 Json 格式表示调用的参数。{_TURNS}"""
 GLM45 = f"""{_TOOLS}<tool_call>{{function-name}}
 <arg_key>{{arg-key-1}}</arg_key>

@@ -1,4 +1,4 @@
-"""Models with linear attention on the `cpu` provider: the same tokens however they are computed."""
+"""Models whose layers have states on the `cpu` provider: the same tokens however computed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ PARAMS = [
     )
     for index in range(len(PROMPTS))
 ]
-# One is in float32, where decomposed attention is exact, too; the others as they would be served.
+# In float32, where decomposed attention is exact, too; others as they would be served.
 MADE = (
     ("qwen3.5", "int4", "custom"),
     ("qwen3-next", "fp32", "decomposed"),
+    ("lfm2", "fp32", "decomposed"),
+    ("lfm2-moe", "int4", "custom"),
     ("granite-4", "int4", "custom"),
     ("nemotron-h", "int4", "custom"),
 )
@@ -52,7 +54,8 @@ def artifact(
     if attention == "custom" and find_library() is None:
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
     folder = tmp_path_factory.mktemp(case)
-    checkpoints.make({**checkpoints.HYBRID, **checkpoints.SPACES}[case], folder / "checkpoint")
+    known = {**checkpoints.HYBRID, **checkpoints.SPACES, **checkpoints.SHORT_CONV}
+    checkpoints.make(known[case], folder / "checkpoint")
     options = export_options(precision)
     return export_model(folder / "checkpoint", folder / "artifact", options), attention
 

@@ -11,6 +11,7 @@ import ast
 import keyword
 import re
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import (
@@ -29,32 +30,48 @@ _MARK = "_argument_"  # of a name that is a word of Python's own
 _TO_MEND = re.compile(
     r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?P<name>\b[a-z]+\b(?=\s*=(?!=)))""", re.DOTALL
 )
-_read_json = JsonReader((START,), closing=END)
 
 
-def read(text: str, start: int, final: bool, functions: Functions) -> Block:
-    """Return the block that begins at `start`; see `Reader`."""
-    cursor = Cursor(text, start, final)
-    cursor.take(START)
-    none = Block(max(cursor.at, start + 1))
-    cursor.skip_space()
-    begin = cursor.at
-    if begin > start and cursor.next() == "{":
-        return _read_json(text, start, final, functions)
-    if not cursor.take("["):
-        return none
-    cursor.skip_space()
-    if cursor.next() == "{":
-        return _read_json(text, start, final, functions)
-    if cursor.take(*functions) is None:
-        return none
-    cursor.at = begin
-    calls = _calls(cursor.brackets(python=True), functions)
-    if not calls:
-        return none
-    end = cursor.at
-    cursor.skip_space()
-    return Block(cursor.at if cursor.take(END) else end, calls)
+@dataclass(frozen=True, slots=True)
+class PythonicReader:
+    """Reads a list of calls, or calls in JSON, with a marker around it or without one.
+
+    Attributes:
+        opening: the marker that a block may begin with.
+        closing: that it may end with.
+    """
+
+    opening: str
+    closing: str
+    _read_json: JsonReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read JSON between the same markers."""
+        object.__setattr__(self, "_read_json", JsonReader((self.opening,), closing=self.closing))
+
+    def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
+        """Return the block that begins at `start`; see `Reader`."""
+        cursor = Cursor(text, start, final)
+        cursor.take(self.opening)
+        none = Block(max(cursor.at, start + 1))
+        cursor.skip_space()
+        begin = cursor.at
+        if begin > start and cursor.next() == "{":
+            return self._read_json(text, start, final, functions)
+        if not cursor.take("["):
+            return none
+        cursor.skip_space()
+        if cursor.next() == "{":
+            return self._read_json(text, start, final, functions)
+        if cursor.take(*functions) is None:
+            return none
+        cursor.at = begin
+        calls = _calls(cursor.brackets(python=True), functions)
+        if not calls:
+            return none
+        end = cursor.at
+        cursor.skip_space()
+        return Block(cursor.at if cursor.take(self.closing) else end, calls)
 
 
 def _calls(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
@@ -119,7 +136,7 @@ PYTHONIC = ToolFormat(
     begins=lambda functions: ("[",),
     goes_on=("[",),
     further=(END,),
-    read=read,
+    read=PythonicReader(START, END),
     written=Written("[", "]", between_calls=", ", optional_marker=START),
     recognizes=lambda template: "[func_name1(" in template,
 )

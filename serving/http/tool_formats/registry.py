@@ -8,6 +8,7 @@ from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
@@ -30,6 +31,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     GRANITE_TEXT,
     HERMES,
     PYTHONIC,
+    LFM2,
     LLAMA3_JSON,
 )
 NAMES = tuple(sorted({each.name for each in FORMATS}))

@@ -160,9 +160,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         type=tool_call_parser,
         default="auto",
         metavar="FORMAT",
-        help="how the model writes tool calls: glm4, glm45, granite, hermes, llama3_json, mistral, "
-        "openai, phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat template "
-        "says)",
+        help="how the model writes tool calls: glm4, glm45, granite, hermes, lfm2, llama3_json, "
+        "mistral, openai, phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat "
+        "template says)",
     )
     group.add_argument(
         "--infill-tokens",

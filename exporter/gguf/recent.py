@@ -1,0 +1,381 @@
+"""GGUF's architectures of recent families; see `architectures`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.gguf.common import LAYER_NORM, SIGMOID, SOFTMAX, Values, common, experts
+from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.layouts import CORRECTION
+from onnxport.exporter.gguf.ropes import rope_parameters
+
+_WINDOW: Final = "attention.sliding_window"
+_PATTERN: Final = "attention.sliding_window_pattern"
+_KV_HEADS: Final = "attention.head_count_kv"
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+_EVERY: Final = 4  # layers, of which the last one sees all, where a file does not say it
+
+
+def afmoe(facts: Facts) -> Values:
+    """AFMoE, whose embeddings llama.cpp scales whatever the file says."""
+    meta = facts.metadata
+    meta.expect("expert_weights_norm", True)
+    meta.expect("expert_gating_func", SIGMOID)
+    _expect_one_group(facts)
+    return common(facts, "AfmoeForCausalLM") | {
+        "sliding_window": meta.require(_WINDOW, int),
+        "layer_types": _kinds(facts),
+        "mup_enabled": True,
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "num_shared_experts": meta.get("expert_shared_count", int, 0),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "num_dense_layers": meta.get("leading_dense_block_count", int, 0),
+        "route_scale": _scale(facts),
+    }
+
+
+def command_r(facts: Facts) -> Values:
+    """Command R; those with norms of queries and keys have tensors that are refused."""
+    return _cohere(facts, "CohereForCausalLM")
+
+
+def cohere2(facts: Facts) -> Values:
+    """Command R7B and A."""
+    return _cohere(facts, "Cohere2ForCausalLM") | {
+        "sliding_window": facts.metadata.require(_WINDOW, int),
+        "layer_types": _kinds(facts),
+    }
+
+
+def _cohere(facts: Facts, model: str) -> Values:
+    values = common(facts, model, norm=LAYER_NORM, epsilon="layer_norm_eps")
+    return values | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "logit_scale": facts.metadata.require("logit_scale", float),
+    }
+
+
+def deepseek2(facts: Facts) -> Values:
+    """DeepSeek V2 and V3, and what is built alike; the function of experts' scores tells which.
+
+    Products of latents are of two tensors, as llama.cpp writes them since it caches latents.
+
+    Raises:
+        UnsupportedModelError: Groups of experts are not told, as by older files, or what yarn
+            multiplies attention's scores with.
+    """
+    meta = facts.metadata
+    heads, rank = facts.count("attention.head_count"), facts.count("attention.kv_lora_rank")
+    rope_size = facts.count("rope.dimension_count")
+    for key, expected in (
+        (_KV_HEADS, 1),
+        ("attention.key_length", rank + rope_size),
+        ("attention.value_length", rank),
+    ):
+        meta.expect(key, expected)
+    sigmoid = _gating(facts) == SIGMOID
+    groups, chosen = (facts.count(f"expert_group_{key}") for key in ("count", "used_count"))
+    values: Values = {
+        "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
+        "vocab_size": facts.vocab_size(),
+        "hidden_size": facts.count("embedding_length"),
+        "intermediate_size": meta.require("feed_forward_length", int),
+        "num_hidden_layers": facts.num_layers(),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": facts.count("context_length"),
+        "rms_norm_eps": meta.require("attention.layer_norm_rms_epsilon", float),
+        "rope_parameters": _yarn(facts, rope_parameters(facts, rope_size)),
+        "tie_word_embeddings": not facts.has("output.weight"),
+        "q_lora_rank": meta.get("attention.q_lora_rank", int, None),
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": facts.count("attention.key_length_mla") - rope_size,
+        "qk_rope_head_dim": rope_size,
+        "v_head_dim": facts.count("attention.value_length_mla"),
+        "n_routed_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "n_shared_experts": meta.get("expert_shared_count", int, 0),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": _scale(facts),
+        "n_group": groups,
+        "topk_group": chosen,
+    }
+    if not sigmoid:
+        values["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    return values
+
+
+def _gating(facts: Facts) -> int:
+    """Softmax where the file does not say, but of GLM 4.7 Flash, which llama.cpp knows so."""
+    is_glm = (facts.num_layers(), facts.vocab_size()) in ((47, 154_880), (48, 154_880))
+    found = facts.metadata.get("expert_gating_func", int, SIGMOID if is_glm else SOFTMAX)
+    if found not in (SOFTMAX, SIGMOID):
+        facts.metadata.expect("expert_gating_func", SIGMOID)
+    return found
+
+
+def _yarn(facts: Facts, rope: Values) -> Values:
+    """RoPE keys with DeepSeek's magnitudes, which files have a tenth of."""
+    meta = facts.metadata
+    given = meta.get("rope.scaling.yarn_log_multiplier", float, None)
+    if rope.get("rope_type") != "yarn":
+        return rope
+    if given is None:
+        raise UnsupportedModelError(
+            f"{meta.path} lacks the key {meta.name('rope.scaling.yarn_log_multiplier')}, without "
+            "which llama.cpp and transformers scale scores differently. Export the original "
+            "checkpoint."
+        )
+    magnitude = round(10 * given, 6)
+    return rope | {"mscale": magnitude, "mscale_all_dim": magnitude}
+
+
+def ernie_moe(facts: Facts) -> Values:
+    """ERNIE 4.5 with experts, whose weights add up to 1, as llama.cpp knows."""
+    meta = facts.metadata
+    meta.expect("expert_weights_norm", True)
+    meta.expect("expert_gating_func", SOFTMAX)
+    # Which is not what it says: the layer beside experts is as large as so many of them.
+    meta.get("expert_shared_feed_forward_length", int, 0)
+    return common(facts, "Ernie4_5_MoeForCausalLM") | {
+        "use_bias": facts.has("blk.0.attn_q.bias"),
+        "moe_num_experts": facts.num_experts(),
+        "moe_k": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "moe_num_shared_experts": meta.get("expert_shared_count", int, 0),
+        "moe_layer_start_index": meta.get("leading_dense_block_count", int, 0),
+        "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
+    }
+
+
+def exaone4(facts: Facts) -> Values:
+    """EXAONE 4; of the model of 32B llama.cpp knows the window where the file does not say it."""
+    values = common(facts, "Exaone4ForCausalLM")
+    known = 4096 if values["num_hidden_layers"] == 64 else 0
+    window = facts.metadata.get(_WINDOW, int, known) or None
+    return values | {
+        "sliding_window": window,
+        "layer_types": _kinds(facts) if window else [_FULL] * values["num_hidden_layers"],
+    }
+
+
+def exaone_moe(facts: Facts) -> Values:
+    """K-EXAONE: what guesses further tokens is in layers behind the last one."""
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    values = common(facts, "ExaoneMoeForCausalLM")
+    further = facts.further_layers()
+    layers = values["num_hidden_layers"] - further
+    size = meta.require("expert_feed_forward_length", int)
+    shared = meta.get("expert_shared_count", int, 0)
+    meta.expect("expert_shared_feed_forward_length", size * shared)
+    return values | {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": further or None,
+        "sliding_window": meta.require(_WINDOW, int),
+        "layer_types": _kinds(facts, layers),
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": size,
+        "num_shared_experts": shared,
+        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
+        "routed_scaling_factor": _scale(facts),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+    }
+
+
+def hunyuan(facts: Facts) -> Values:
+    """HunYuan, dense; `alpha` is in the base of its RoPE already."""
+    return common(facts, "HunYuanDenseV1ForCausalLM") | {
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+    }
+
+
+def hunyuan_moe(facts: Facts) -> Values:
+    """HunYuan-A13B: the layer beside experts is as large as one of them."""
+    meta = facts.metadata
+    meta.expect("expert_weights_norm", True)
+    values = common(facts, "HunYuanMoEV1ForCausalLM") | experts(facts)
+    size = values["intermediate_size"]
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        meta.expect(key, size)
+    meta.expect("expert_shared_count", 1)
+    per_token = values.pop("num_experts_per_tok")
+    return values | {
+        "moe_topk": per_token,
+        "attention_bias": facts.has("blk.0.attn_q.bias"),
+    }
+
+
+def lfm2(facts: Facts) -> Values:
+    """LFM2: layers without heads of keys are convolutions."""
+    values = _short_convolutions(facts, "Lfm2ForCausalLM")
+    return values | {"block_auto_adjust_ff_dim": False}
+
+
+def lfm2_moe(facts: Facts) -> Values:
+    """LFM2-MoE: experts' weights add up to 1, which llama.cpp knows."""
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    values = _short_convolutions(facts, "Lfm2MoeForCausalLM")
+    return values | {
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "num_dense_layers": meta.get("leading_dense_block_count", int, 0),
+        "use_expert_bias": any(name.endswith(CORRECTION) for name in facts.shapes),
+    }
+
+
+def _short_convolutions(facts: Facts, model: str) -> Values:
+    meta = facts.metadata
+    layers = facts.num_layers()
+    heads: list[Any] = _by_layer(facts, _KV_HEADS, layers)
+    counts = {one for one in heads if one}
+    if len(counts) != 1 or not all(type(one) is int and one >= 0 for one in heads):
+        raise UnsupportedModelError(
+            f"{meta.path}: {meta.name(_KV_HEADS)} is {heads}; supported is one number for layers "
+            "of attention, and 0 for convolutions."
+        )
+    values = common(facts, model, kv_heads=counts.pop(), epsilon="norm_eps")
+    return values | {
+        "layer_types": [_FULL if one else "conv" for one in heads],
+        "conv_L_cache": meta.require("shortconv.l_cache", int),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in facts.shapes),
+    }
+
+
+def minimax_m2(facts: Facts) -> Values:
+    """MiniMax M2: experts' weights add up to 1, which llama.cpp knows."""
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    _expect_one_group(facts)
+    values = common(facts, "MiniMaxM2ForCausalLM", partial=True)
+    meta.expect("expert_feed_forward_length", values["intermediate_size"])
+    return values | {
+        "num_local_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+    }
+
+
+def olmo2(facts: Facts) -> Values:
+    """OLMo 2, and with windows OLMo 3, whose layers with one have RoPE as it is, unscaled."""
+    values = common(facts, "Olmo2ForCausalLM")
+    values["attention_bias"] = facts.has("blk.0.attn_q.bias")
+    window = facts.metadata.get(_WINDOW, int, 0)
+    if not window:
+        return values
+    rope = values["rope_parameters"]
+    own = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return values | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": _kinds(facts),
+        "rope_parameters": {_FULL: rope, _SLIDING: own},
+    }
+
+
+def qwen3_next(facts: Facts) -> Values:
+    """Qwen3-Next: experts in each layer, and a shared one."""
+    return _delta_nets(facts, "Qwen3NextForCausalLM") | _with_shared_expert(facts)
+
+
+def qwen3_5(facts: Facts) -> Values:
+    """Qwen3.5, dense."""
+    return _delta_nets(facts, "Qwen3_5ForCausalLM")
+
+
+def qwen3_5_moe(facts: Facts) -> Values:
+    """Qwen3.5 with experts in each layer, and a shared one; no layer is dense."""
+    values = _delta_nets(facts, "Qwen3_5MoeForCausalLM", size=1) | _with_shared_expert(facts)
+    return {key: one for key, one in values.items() if key != "intermediate_size"}
+
+
+def _with_shared_expert(facts: Facts) -> Values:
+    """Qwen's experts, whose weights add up to 1, as llama.cpp knows."""
+    meta = facts.metadata
+    meta.expect("expert_weights_norm", True)
+    return experts(facts) | {
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "shared_expert_intermediate_size": meta.require("expert_shared_feed_forward_length", int),
+        "norm_topk_prob": True,
+    }
+
+
+def _delta_nets(facts: Facts, model: str, size: int | None = None) -> Values:
+    """Layers of gated delta nets, which are all but every fourth unless told otherwise.
+
+    `size` is of dense layers, of which there are none; see `common`. What guesses further tokens is
+    in layers behind the last one.
+    """
+    meta = facts.metadata
+    values = common(facts, model, partial=True, size=size)
+    meta.get("rope.dimension_sections", list, None)  # of positions in images; texts have one
+    value_heads, inner = facts.count("ssm.time_step_rank"), facts.count("ssm.inner_size")
+    if inner % value_heads:
+        raise CheckpointError(
+            f"{meta.path}: {meta.name('ssm.inner_size')} is {inner}, of {value_heads} heads. "
+            "Download it again."
+        )
+    rope = values["rope_parameters"]
+    rope.setdefault("partial_rotary_factor", 1.0)  # which is not what absence means there
+    return values | {
+        "full_attention_interval": facts.count("full_attention_interval", _EVERY),
+        "linear_conv_kernel_dim": meta.require("ssm.conv_kernel", int),
+        "linear_key_head_dim": meta.require("ssm.state_size", int),
+        "linear_num_key_heads": meta.require("ssm.group_count", int),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": inner // value_heads,
+        "num_hidden_layers": values["num_hidden_layers"] - facts.further_layers(),
+    }
+
+
+def _scale(facts: Facts) -> float:
+    """What experts' outputs are multiplied with; 0 means that nothing is."""
+    return facts.metadata.get("expert_weights_scale", float, 0.0) or 1.0
+
+
+def _expect_one_group(facts: Facts) -> None:
+    for key in ("expert_group_count", "expert_group_used_count"):
+        facts.metadata.expect(key, 1)
+
+
+def _kinds(facts: Facts, layers: int | None = None) -> list[str]:
+    """The layers' types: as a list says, or every so many sees all; of all of them, or so many."""
+    if layers is None:
+        layers = facts.num_layers()
+    meta = facts.metadata
+    meta.expect("rope.freq_base_swa", meta.get("rope.freq_base", float, 10_000.0))
+    if meta.holds(_PATTERN, list):
+        slides = _by_layer(facts, _PATTERN, layers)
+    else:
+        every = facts.count(_PATTERN, _EVERY)
+        slides = [(layer + 1) % every != 0 for layer in range(layers)]
+    return [_SLIDING if one else _FULL for one in slides]
+
+
+def _by_layer(facts: Facts, key: str, layers: int) -> list[Any]:
+    """A value for each layer, which the metadata may have as one number.
+
+    Raises:
+        CheckpointError: There are more, or fewer.
+    """
+    meta = facts.metadata
+    if not meta.holds(key, list):
+        return [meta.require(key, int)] * layers
+    found: list[Any] = meta.require(key, list)
+    if len(found) not in (layers, facts.num_layers()):
+        raise CheckpointError(
+            f"{meta.path}: {meta.name(key)} has {len(found)} entries for {layers} layers. "
+            "Download it again."
+        )
+    return found[:layers]
