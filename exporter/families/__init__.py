@@ -107,7 +107,7 @@ def find_family(config: Config) -> Family:
     """
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:
-        if {family.architecture, family.base} & {*config.architectures}:
+        if {family.architecture, family.base, family.classifier} & {*config.architectures}:
             if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(
                     f"{config.path} names the architecture {config.architectures[0]} and the "

@@ -42,7 +42,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
         calls.append((getattr(given, "path", given), provider, options, model))
         return model
 
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC, fingerprint="f", embedding=None)
+    manifest = SimpleNamespace(
+        eos_token_ids=(0, 5), model=SPEC, fingerprint="f", embedding=None, classification=None
+    )
     monkeypatch.setattr(
         loading,
         "read_artifact",
@@ -138,7 +140,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Excepti
 def stored(path: Path, fingerprint: str = "f", end: tuple[int, ...] = ()) -> Any:
     """What is read of an artifact."""
     manifest = SimpleNamespace(
-        eos_token_ids=end, model=SPEC, fingerprint=fingerprint, embedding=None
+        eos_token_ids=end, model=SPEC, fingerprint=fingerprint, embedding=None, classification=None
     )
     return SimpleNamespace(path=path, manifest=manifest)
 
@@ -339,7 +341,9 @@ def stateful(monkeypatch: pytest.MonkeyPatch) -> list[LoadOptions]:
         key_heads=1, value_heads=2, key_size=4, value_size=4, kernel=4, layers=layers
     )
     model = replace(SPEC, linear=linear, sliding_window=(None,) * SPEC.num_layers)
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=model, fingerprint="f", embedding=None)
+    manifest = SimpleNamespace(
+        eos_token_ids=(0, 5), model=model, fingerprint="f", embedding=None, classification=None
+    )
     monkeypatch.setattr(
         loading,
         "read_artifact",
@@ -412,9 +416,19 @@ LATENT = LatentSpec(kv_rank=8, nope_size=4, rope_size=4, value_size=4)
     ("embedding", "latent", "config", "words"),
     [
         (None, LATENT, {}, "latent attention, which other does not compute; take another one"),
-        (None, None, {"embeddings": True}, "texts are embedded, and other does not .* cpu$"),
+        (
+            None,
+            None,
+            {"embeddings": True},
+            "texts are embedded or judged, and other does not .* cpu$",
+        ),
         (EmbeddingSpec(), None, {}, "texts are embedded.* give --no-embeddings"),
-        (EmbeddingSpec(only=True), None, {}, "texts are embedded, and other does not .* cpu$"),
+        (
+            EmbeddingSpec(only=True),
+            None,
+            {},
+            "texts are embedded or judged, and other does not .* cpu$",
+        ),
     ],
 )
 def test_a_fallback_that_lacks_what_the_model_needs_is_refused_at_once(

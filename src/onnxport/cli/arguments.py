@@ -51,6 +51,7 @@ EXPORT_OPTIONS = (
     "revision",
     "token",
     "tokenizer",
+    "classifier_from_token",
 )
 
 
@@ -107,6 +108,21 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="take tokenizer, chat template and generation settings from there",
     )
+    group.add_argument(
+        "--classifier-from-token",
+        type=token_list,
+        metavar="NO,YES",
+        help="judge texts by the logits of these tokens, as Qwen3-Reranker does by no,yes (as the "
+        "checkpoint says)",
+    )
+
+
+def token_list(text: str) -> tuple[str, ...]:
+    """Return tokens that are separated by commas."""
+    found = tuple(text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of tokens, such as no,yes")
+    return found
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
