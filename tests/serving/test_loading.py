@@ -458,7 +458,7 @@ def test_a_fallback_that_lacks_what_the_model_needs_is_refused_at_once(
     able = Probe(True, "", features=Features.one_type(("native",), ("float32",)))
     provider = SimpleNamespace(probe=lambda: able)
     monkeypatch.setattr(loading, "get_provider", lambda name: provider)
-    loading._check_fallback("other", "cpu", found, embeds=True)
+    loading._check_fallback("other", "cpu", found, pools=True)
 
 
 def test_vectors_are_cut_to_no_more_than_they_have(tmp_path: Path) -> None:
