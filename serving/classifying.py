@@ -28,6 +28,11 @@ NO_CLASSES: Final = (
     "this model has no score head and classifies nothing; export one that has, or name the tokens "
     "that judge with --classifier-from-token"
 )
+NO_SCORES: Final = (
+    "this server compares no texts, for the model has no score head; export one that has, name the "
+    "tokens that judge with --classifier-from-token, or compare vectors, with --embeddings "
+    "(LLM(embeddings=True))"
+)
 _LAST: Final = Embedder("last", normalized=False)  # what the head reads, as it is
 
 
@@ -156,7 +161,7 @@ def check_scores(classifier: Classifier | None) -> Classifier:
         RequestError: there is none, or it has several labels.
     """
     if classifier is None:
-        raise RequestError(NO_CLASSES)
+        raise RequestError(NO_SCORES)
     if not classifier.scores:
         raise RequestError(
             f"this model has {len(classifier.labels)} labels, and pairs are compared by one score; "

@@ -199,7 +199,16 @@ class Intake:
             raise RequestError(NO_EMBEDDINGS)
         limits, _ = self._sizes
         embedder.check(params, limits.final_features)
-        request = self._pooled(request_id, prompt, options, clock, reads_all=embedder.reads_all)
+        read = prompt
+        if isinstance(prompt, str):
+            read = embedder.prompt(params.prompt_name) + prompt
+        elif params.prompt_name is not None:
+            raise RequestError(
+                "prompt_name goes with texts, and the prompt is of tokens; leave it out",
+                "prompt_name",
+            )
+        request = self._pooled(request_id, read, options, clock, reads_all=embedder.reads_all)
+        request.prompt = prompt if isinstance(prompt, str) else None
         embedder.check_tokens(request.num_prompt_tokens)
         request.pooler = Pooler(embedder, params, request.num_prompt_tokens)
         return request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -87,6 +88,47 @@ class PairTemplate:
             raise RequestError(f"the score template cannot write this pair: {error}") from error
 
 
+def fitted(
+    tokenizer: PairTokenizer,
+    text: str,
+    write: Callable[[str], list[int]],
+    most_tokens: int | None,
+    most_of_text: int | None,
+) -> list[int]:
+    """Return the tokens of a prompt with a text in it, whose end is left out as far as need be.
+
+    So what stands behind the text stays, as what the model is to answer, or the last token.
+
+    Args:
+        tokenizer: of the model.
+        text: in the prompt.
+        write: returns the tokens of the prompt with a text.
+        most_tokens: of the prompt; None: there may be any number.
+        most_of_text: tokens of the text, likewise.
+
+    Raises:
+        CapacityError: there is no room for any of the text.
+    """
+    if most_tokens is None and most_of_text is None:
+        return write(text)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    kept = len(ids) if most_of_text is None else min(len(ids), most_of_text)
+    while True:
+        part = text
+        if kept < len(ids):
+            part = tokenizer.decode_prompt(ids[:kept], skip_special_tokens=False)
+        found = write(part)
+        over = 0 if most_tokens is None else len(found) - most_tokens
+        if over <= 0:
+            return found
+        if kept == 0:
+            raise CapacityError(
+                f"a prompt has {len(found)} tokens without anything of the document, and is to "
+                f"have {most_tokens} at most; shorten the query, or allow more"
+            )
+        kept = max(0, kept - over)  # each time fewer, whatever the texts' ends become together
+
+
 @dataclass(frozen=True, slots=True)
 class PairEncoder:
     """Turns pairs into tokens.
@@ -130,27 +172,16 @@ class PairEncoder:
                 "leave it out, or give a template with --score-template",
                 "instruction",
             )
-        cuts = most_tokens is not None or most_of_document is not None
-        if not cuts:
+        if most_tokens is None and most_of_document is None:
             for text in (query, document):
                 self.tokenizer.check_length(text, self.max_model_len)
-            return self._whole(query, document, instruction)
-        ids = self.tokenizer.encode(document, add_special_tokens=False)
-        kept = len(ids) if most_of_document is None else min(len(ids), most_of_document)
-        while True:
-            text = document
-            if kept < len(ids):
-                text = self.tokenizer.decode_prompt(ids[:kept], skip_special_tokens=False)
-            found = self._whole(query, text, instruction)
-            over = 0 if most_tokens is None else len(found) - most_tokens
-            if over <= 0:
-                return found
-            if kept == 0:
-                raise CapacityError(
-                    f"a pair has {len(found)} tokens without anything of the document, and is to "
-                    f"have {most_tokens} at most; shorten the query, or allow more"
-                )
-            kept = max(0, kept - over)  # each time fewer, whatever the texts' ends become together
+        return fitted(
+            self.tokenizer,
+            document,
+            lambda text: self._whole(query, text, instruction),
+            most_tokens,
+            most_of_document,
+        )
 
     def _whole(self, query: str, document: str, instruction: str | None) -> list[int]:
         if self.template is None:

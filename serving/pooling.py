@@ -34,6 +34,8 @@ class PoolingParams:
     Attributes:
         dimensions: numbers of the vector, which is cut to its first ones; None: all.
         normalize: whether the vector gets length 1; None: as the model says.
+        prompt_name: of the model's prompt that goes ahead of a text, "" for none; None: as the
+            model says.
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -41,6 +43,7 @@ class PoolingParams:
 
     dimensions: int | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
 
     def __post_init__(self) -> None:
         size, normalize = self.dimensions, self.normalize
@@ -50,6 +53,8 @@ class PoolingParams:
             )
         if not isinstance(normalize, bool | None):
             raise RequestError(f"normalize is {normalize!r}; give true or false", "normalize")
+        if not isinstance(self.prompt_name, str | None):
+            raise RequestError(f"prompt_name is {self.prompt_name!r}; give a name", "prompt_name")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from onnxport.serving.http import (
     adapters,
     anthropic,
     chat_completions,
+    classification,
     completions,
     embeddings,
     errors,
@@ -24,6 +25,7 @@ from onnxport.serving.http import (
     llama_completion,
     messages,
     responses,
+    scoring,
     tokens,
 )
 from onnxport.serving.http.chat_request import ChatRequest
@@ -195,6 +197,8 @@ def create_app(
     tokens.add_routes(app, service)
     llama_completion.add_routes(app, service)
     embeddings.add_routes(app, service)
+    classification.add_routes(app, service)
+    scoring.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
 
