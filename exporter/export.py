@@ -113,6 +113,12 @@ def export_model(
             options.classifier_from_token,
             options.score_template,
         )
+        if score is None and "rerank" in folder.name.lower():
+            logger.warning(
+                "%s is exported as a model that generates text. If it judges pairs of texts by the "
+                "logits of two tokens, name these: --classifier-from-token no,yes",
+                folder.name,
+            )
         config.check_all_used(family.name)
         if options.tokenizer is not None:
             check_fits(files, spec.vocab_size)

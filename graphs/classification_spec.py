@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,9 +82,9 @@ def read_score_head(folder: Path, spec: ClassificationSpec, hidden_size: int) ->
     """
     path, shape = folder / SCORE_FILE, (len(spec.labels), hidden_size)
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             weight: Floats = arrays["weight"]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ArtifactError(
             f"{path} cannot be read ({error}), and the manifest says that the model has a score "
             "head; export it again"

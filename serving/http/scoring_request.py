@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,6 +16,7 @@ from onnxport.serving.http.embedding_request import (
 )
 from onnxport.serving.http.protocol import MOST_TRUNCATED
 from onnxport.serving.http.strict import Strict
+from onnxport.serving.scoring import OF_DOCUMENTS, OF_QUERIES, PairParams
 
 Tokens = Annotated[int, Field(ge=1, le=MOST_TRUNCATED)]
 Texts = str | list[str]
@@ -64,10 +66,11 @@ class PairsFields(EmbeddingFields):
         """Whether scores are probabilities, and not what the score head gives."""
         return self.use_activation is not False and self.activation is not False
 
-    def most_tokens(self, max_model_len: int) -> int | None:
-        """Return how many tokens a pair may have before its document is cut; None: it never is."""
+    def params(self, max_model_len: int) -> PairParams:
+        """Return how pairs are scored, by a model that reads so many tokens at most."""
         most = self.truncate_prompt_tokens
-        return max_model_len if most == -1 else most
+        most_tokens = max_model_len if most == -1 else most
+        return PairParams(self.instruction, self.activated, most_tokens)
 
 
 class ScoreRequest(PairsFields):
@@ -175,9 +178,15 @@ class RerankRequest(PairsFields):
         """Whether scores are probabilities, and not what the score head gives."""
         return super().activated and not self.raw_scores
 
-    def most_tokens(self, max_model_len: int) -> int | None:
-        """Return how many tokens a pair may have before its document is cut; None: it never is."""
-        return max_model_len if self.truncate else super().most_tokens(max_model_len)
+    def params(self, max_model_len: int) -> PairParams:
+        """Return how pairs are scored, by a model that reads so many tokens at most."""
+        found = super().params(max_model_len)
+        return replace(
+            found,
+            most_tokens=max_model_len if self.truncate else found.most_tokens,
+            most_of_document=self.max_tokens_per_doc,
+            sides=(OF_QUERIES, OF_DOCUMENTS),
+        )
 
 
 def _check_activation(use_activation: bool | None, activation: bool | None) -> None:

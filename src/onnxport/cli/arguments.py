@@ -40,6 +40,7 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "embeddings",
     "pooling",
     "matryoshka_dimensions",
+    "score_template",
 )
 EXPORT_OPTIONS = (
     "precision",
@@ -297,6 +298,17 @@ def add_embedding_options(parser: argparse.ArgumentParser, *, is_choice: bool = 
         type=dimensions,
         metavar="N,N",
         help="vectors may be cut to so many numbers; any: to all (as the checkpoint says)",
+    )
+
+
+def add_score_template(parser: argparse.ArgumentParser) -> None:
+    """Add how pairs are written."""
+    parser.add_argument(
+        "--score-template",
+        type=Path,
+        metavar="FILE",
+        help="how pairs of texts are written for a model that judges them, in Jinja (as the "
+        "artifact has it)",
     )
 
 
