@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.embedding_request import (
@@ -14,12 +15,38 @@ from onnxport.serving.http.embedding_request import (
     TextsRequest,
     check_truncation,
 )
+from onnxport.serving.http.fields import is_list
 from onnxport.serving.http.protocol import MOST_TRUNCATED
-from onnxport.serving.http.strict import Strict
 from onnxport.serving.scoring import OF_DOCUMENTS, OF_QUERIES, PairParams
 
 Tokens = Annotated[int, Field(ge=1, le=MOST_TRUNCATED)]
-Texts = str | list[str]
+
+
+def _texts(value: Any) -> Any:
+    """Return a text, or several, as they were given."""
+    if isinstance(value, str) or is_list(value, str):
+        return value
+    what = "a text, or a list of texts"
+    raise PydanticCustomError("union", "should be {what}", {"what": what})
+
+
+def _documents(value: Any) -> Any:
+    """Return texts, of which each may be an object that has one, as Jina and Cohere have it."""
+    found = [_text_of(one) for one in value] if isinstance(value, list) else [None]
+    if None in found:
+        what = 'a list of texts, or of objects such as {"text": "…"}'
+        raise PydanticCustomError("union", "should be {what}", {"what": what})
+    return found
+
+
+def _text_of(value: Any) -> str | None:
+    if isinstance(value, dict) and value.keys() == {"text"}:
+        value = value["text"]
+    return value if isinstance(value, str) else None
+
+
+Texts = Annotated[str | list[str], PlainValidator(_texts)]
+Documents = Annotated[list[str], PlainValidator(_documents)]
 FIRST: Final = ("text_1", "queries", "data_1")  # vLLM's names, the first one the oldest
 SECOND: Final = ("text_2", "documents", "data_2")
 
@@ -110,24 +137,18 @@ class ScoreRequest(PairsFields):
                 "text or a list of texts",
                 given[1] if given else names[0],
             )
-        texts: Texts = getattr(self, given[0])
+        texts: str | list[str] = getattr(self, given[0])
         listed = [texts] if isinstance(texts, str) else texts
         if not listed:
             raise RequestError(f"{given[0]} is empty; send a text, or several", given[0])
         return listed
 
 
-class Document(Strict):
-    """A document as Jina and Cohere may have it."""
-
-    text: str
-
-
 class RerankRequest(PairsFields):
     """The body of `/rerank`: that of Jina, Cohere, vLLM and llama.cpp, or that of TEI."""
 
     query: str
-    documents: list[str | Document] | None = None
+    documents: Documents | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None  # all, unless told otherwise; vLLM has 0
     return_documents: bool | None = None  # true, but for llama.cpp's paths
     max_tokens_per_doc: Tokens | None = None  # of each document, whose end is left out
@@ -170,8 +191,7 @@ class RerankRequest(PairsFields):
     @property
     def listed(self) -> list[str]:
         """The documents."""
-        given: list[Any] = (self.documents if self.texts is None else self.texts) or []
-        return [one if isinstance(one, str) else one.text for one in given]
+        return (self.documents if self.texts is None else self.texts) or []
 
     @property
     def activated(self) -> bool:

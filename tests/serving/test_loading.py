@@ -8,10 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxport.errors import ArtifactError, CapacityError, OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.classification_spec import (
+    SCORE_FILE,
+    ClassificationSpec,
+    dump_score_head,
+)
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec
@@ -409,6 +415,7 @@ def test_a_fallback_that_runs_no_linear_attention_is_refused_at_once(
     assert not stateful
 
 
+JUDGE = ClassificationSpec(labels=("yes",), activation="sigmoid")
 LATENT = LatentSpec(kv_rank=8, nope_size=4, rope_size=4, value_size=4)
 
 
@@ -422,6 +429,8 @@ LATENT = LatentSpec(kv_rank=8, nope_size=4, rope_size=4, value_size=4)
             {"embeddings": True},
             "texts are embedded or judged, and other does not .* cpu$",
         ),
+        (JUDGE, None, {}, "embedded or judged.* give --no-embeddings"),
+        (replace(JUDGE, only=True), None, {}, "embedded or judged, and other does not .* cpu$"),
         (EmbeddingSpec(), None, {}, "texts are embedded.* give --no-embeddings"),
         (
             EmbeddingSpec(only=True),
@@ -435,13 +444,17 @@ def test_a_fallback_that_lacks_what_the_model_needs_is_refused_at_once(
     loads: dict[str, list[Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    embedding: EmbeddingSpec | None,
+    embedding: EmbeddingSpec | ClassificationSpec | None,
     latent: LatentSpec | None,
     config: dict[str, Any],
     words: str,
 ) -> None:
     found = stored(tmp_path)
-    found.manifest.embedding = embedding
+    if isinstance(embedding, ClassificationSpec):
+        found.manifest.classification = embedding
+        (tmp_path / SCORE_FILE).write_bytes(dump_score_head(np.ones((1, 8), np.float32)))
+    else:
+        found.manifest.embedding = embedding
     found.manifest.model = SimpleNamespace(
         linear=None, latent=latent, draft=None, hidden_size=8, vocab_size=SPEC.vocab_size
     )
