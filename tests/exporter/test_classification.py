@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from onnxport import LLM
 from onnxport.errors import (
@@ -36,12 +40,13 @@ from onnxport.graphs.classification_spec import (
     dump_score_head,
     read_score_head,
 )
+from onnxport.providers.cpu.library import find_library
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.loading import choose_classifier
 from onnxport.serving.pairs import PairTemplate
 from onnxport.serving.prompts import TokensPrompt
-from tests.exporter import checkpoints
+from tests.exporter import checkpoints, ggufs
 from tests.exporter.heads import Head
 from tests.http.scripted import write_tokenizer
 
@@ -528,3 +533,55 @@ def test_a_score_head_that_is_damaged_is_refused(tmp_path: Path) -> None:
 def test_a_chat_template_is_no_template_of_pairs(made: dict[str, Path]) -> None:
     """The one of the tokenizer in these tests, which knows no such roles."""
     assert ChatTemplate.read(made["causal"])
+
+
+def test_a_gguf_file_may_judge_by_its_tokens(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoints.make(checkpoints.CASES["llama"], checkpoint)
+    vocab = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["n", "y", "ny", "<|im_end|>"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 3],
+        "tokenizer.ggml.merges": ["n y"],
+        "tokenizer.ggml.eos_token_id": 3,
+    }
+    path = ggufs.write(checkpoint, tmp_path / "model.gguf", vocab=vocab)
+    asked = ExportOptions(precision="fp32", classifier_from_token=("n", "y"))
+    artifact = export_model(path, tmp_path / "artifact", asked)
+    want = causal_logits(checkpoint)
+    found = classify(artifact, use_activation=False).probs
+    np.testing.assert_allclose(found, [want[1] - want[0]], rtol=1e-3, atol=1e-4)
+
+
+def test_pairs_have_transformers_scores_in_any_batch(causal: Path, tmp_path: Path) -> None:
+    """Written by the template or joined by the tokenizer; with a text that is generated beside."""
+    no, yes = with_tokens(causal, "nein", "ja")
+    asked = ExportOptions(precision="fp32", classifier_from_token=("nein", "ja"))
+    artifact = export_model(causal, tmp_path / "artifact", asked)
+    model = AutoModelForCausalLM.from_pretrained(causal, dtype=torch.float32).eval()
+    assert not (artifact / SCORE_TEMPLATE_FILE).is_file()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(causal / "tokenizer.json"))
+    short = tmp_path / "short.jinja"
+    short.write_text("{{ messages[-2].content }}? {{ messages[-1].content }}.")
+    documents = ["Grass is green.", "The sea is blue.", "é"]
+    for template in (short, None):
+        limits: dict[str, Any] = {"score_template": template, "max_num_batched_tokens": 16}
+        sizes: dict[str, Any] = {"threads": 2, "kv_cache_tokens": 512, "max_num_seqs": 8}
+        with LLM(artifact, provider="cpu", **limits, **sizes) as llm:
+            alone = [llm.score("Why?", document)[0] for document in documents]
+            together = llm.score("Why?", documents)
+            ranked = llm.rerank("Why?", documents)
+        for document, one, other in zip(documents, alone, together, strict=True):
+            pair = ("Why?", document)
+            written = (f"{pair[0]}? {document}.",) if template else pair
+            ids = tokenizer(*written).input_ids
+            assert one.prompt_token_ids == tuple(ids)
+            with torch.no_grad():
+                found = model(torch.tensor([ids])).logits[0, -1].double().numpy()
+            want = 1 / (1 + np.exp(found[no] - found[yes]))
+            assert one.outputs.score == pytest.approx(want, rel=1e-3, abs=1e-5)
+            if find_library() is not None:
+                assert one.outputs.score == other.outputs.score
+        scores = [one.outputs.score for one in together]
+        assert [one.index for one in ranked] == sorted(range(3), key=lambda at: -scores[at])
