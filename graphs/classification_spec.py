@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +79,8 @@ def read_score_head(folder: Path, spec: ClassificationSpec, hidden_size: int) ->
     Raises:
         ArtifactError: the file is missing, or is not what the manifest calls for.
     """
+    from zipfile import BadZipFile  # which most models never need
+
     path, shape = folder / SCORE_FILE, (len(spec.labels), hidden_size)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:

@@ -214,6 +214,9 @@ def test_no_part_of_a_character_is_left(tokenizer: Tokenizer) -> None:
     assert len(ids) == 3
     encoder = PairEncoder(tokenizer, TEMPLATE, 100)
     assert encoder.encode("b", "aé", most_of_document=2) == encoder.encode("b", "a")
+    # What a document spells out stays.
+    cut = encoder.encode("b", "<|say|>abc", most_of_document=2)
+    assert cut == encoder.encode("b", "<|say|>a")
 
 
 def test_tokens_that_stay_together_are_cut_again(tokenizer: Tokenizer) -> None:
