@@ -49,7 +49,9 @@ def reranker(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return made
 
 
-def test_the_best_text_comes_first(reranker: Path, tmp_path: Path) -> None:
+def test_the_best_text_comes_first(
+    reranker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("cd\n\ne\n")
     done = onnxport("rerank", reranker, "why", "ab", "-f", file, *FEW)
@@ -59,8 +61,8 @@ def test_the_best_text_comes_first(reranker: Path, tmp_path: Path) -> None:
     scores = [one["score"] for one in found]
     assert scores == sorted(scores, reverse=True)
     assert all(0 < score < 1 for score in scores)
-    done = onnxport("rerank", reranker, "why", *TEXTS, "--top-n", "1", *FEW)
-    assert lines(done.stdout) == found[:1]
+    assert main(["rerank", str(reranker), "why", *TEXTS, "--top-n", "1", *FEW]) == 0
+    assert lines(capsys.readouterr().out) == found[:1]
     with serving(reranker) as (url, _):
         body = {"query": "why", "documents": [*TEXTS]}
         results = httpx.post(f"{url}/v1/rerank", json=body).json()["results"]
@@ -70,14 +72,16 @@ def test_the_best_text_comes_first(reranker: Path, tmp_path: Path) -> None:
         assert completion.json()["choices"]
     other = tmp_path / "other.jinja"
     other.write_text("{{ messages[-1].content }}, {{ messages[-2].content }}!")
-    done = onnxport("rerank", reranker, "why", *TEXTS, "--score-template", other, *FEW)
-    assert [one["score"] for one in lines(done.stdout)] != scores
+    template = ("--score-template", str(other))
+    assert main(["rerank", str(reranker), "why", *TEXTS, *template, *FEW]) == 0
+    assert [one["score"] for one in lines(capsys.readouterr().out)] != scores
 
 
-def test_vectors_are_compared_where_that_is_asked_for(artifact: Path) -> None:
-    done = onnxport("rerank", artifact, "ab", "cd", "ab", "--embeddings", *FEW)
-    assert done.returncode == 0, done.stderr
-    best, other = lines(done.stdout)
+def test_vectors_are_compared_where_that_is_asked_for(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rerank", str(artifact), "ab", "cd", "ab", "--embeddings", *FEW]) == 0
+    best, other = lines(capsys.readouterr().out)
     assert (best["index"], best["text"]) == (1, "ab")
     assert best["score"] == pytest.approx(1, rel=1e-6)
     assert other["score"] < 1
