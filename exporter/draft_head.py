@@ -68,6 +68,10 @@ def export_head(
         )
     if options.tokenizer is not None:
         raise ExportError("a draft head has the tokenizer of its target: leave --tokenizer out.")
+    if options.classifier_from_token is not None or options.score_template is not None:
+        raise ExportError(
+            "a draft head judges no texts: leave --classifier-from-token and --score-template out."
+        )
     config = Config.read(folder.path)
     if not eagle3.is_head(config):
         raise ExportError(

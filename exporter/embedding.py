@@ -1,12 +1,14 @@
 """What a checkpoint says of embeddings, in sentence-transformers' files and in `config.json`.
 
 `modules.json` lists what makes a vector of a text: a transformer, a pooling, whose own folder says
-which, and perhaps a normalization.
+which, and perhaps a normalization. `config_sentence_transformers.json` has prompts, and
+`sentence_bert_config.json` how long a text may be.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,16 +19,23 @@ from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.source import read_json
-from onnxport.graphs.embedding_spec import EmbeddingSpec, Pooling
+from onnxport.graphs.embedding_spec import SIMILARITIES, EmbeddingSpec, Pooling
 from onnxport.graphs.spec import ArchSpec
 
 MODULES_FILE: Final = "modules.json"
 POOLING_FILES: Final = "*_Pooling/config.json"
+SCORE_FILES: Final = "*_LogitScore/config.json"
+PROMPTS_FILE: Final = "config_sentence_transformers.json"
+LENGTH_FILE: Final = "sentence_bert_config.json"
+LOGIT_SCORE: Final = "LogitScore"  # which judges pairs by the logits of two tokens
 _POOLINGS: Final[dict[str, Pooling]] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 _MODE: Final = "pooling_mode"
 _SIZES: Final = ("word_embedding_dimension", "embedding_dimension")
 _FOLDER: Final = re.compile(r"[\w-][\w.-]*")
 _GGUF: Final[dict[int, Pooling]] = {1: "mean", 3: "last"}  # llama.cpp's numbers
+_OF_PAIRS: Final = (["Transformer"], ["Transformer", LOGIT_SCORE])  # which make no vectors
+
+logger = logging.getLogger(__name__)
 
 
 def read_embedding(config: Config, folder: Path, spec: ArchSpec) -> EmbeddingSpec | None:
@@ -49,9 +58,11 @@ def read_embedding(config: Config, folder: Path, spec: ArchSpec) -> EmbeddingSpe
         )
     dimensions = tuple(sizes) if sizes is not None and cuts else None
     found = EmbeddingSpec(matryoshka=cuts, dimensions=dimensions)
-    if (folder / MODULES_FILE).is_file():
-        pooling, normalized = _read_modules(folder, spec.hidden_size)
-        return replace(found, pooling=pooling, normalized=normalized)
+    modules = _modules(folder)
+    if modules and [kind for kind, _ in modules] not in _OF_PAIRS:
+        pooling, normalized = _read_modules(folder, modules, spec.hidden_size)
+        found = replace(found, pooling=pooling, normalized=normalized)
+        return _with_prompts(found, folder, spec.context_length)
     return found if cuts or _is_without_head(config) else None
 
 
@@ -99,14 +110,91 @@ def _is_without_head(config: Config) -> bool:
     return any(name.endswith("Model") for name in config.architectures)
 
 
-def _read_modules(folder: Path, hidden_size: int) -> tuple[Pooling, bool]:
-    """The pooling, and whether the vector is normalized behind it."""
+def module_folder(folder: Path, kind: str) -> Path | None:
+    """The folder of a module of a kind, such as `LOGIT_SCORE`; None: there is none.
+
+    Raises:
+        CheckpointError: The list of modules cannot be read, or names a folder that is none.
+    """
+    places = [place for found, place in _modules(folder) or () if found == kind]
+    if not places:
+        return None
+    _check_place(folder, places[0])
+    return folder / places[0]
+
+
+def _modules(folder: Path) -> list[tuple[str, str]] | None:
+    """The kind and the folder of each module; None: no file lists them."""
     path = folder / MODULES_FILE
+    if not path.is_file():
+        return None
     try:
         listed = json.loads(path.read_bytes())
-        modules = [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
+        return [(str(one["type"]).rpartition(".")[2], str(one["path"])) for one in listed]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not readable ({error}). Download it again.") from error
+
+
+def _check_place(folder: Path, place: str) -> None:
+    if not _FOLDER.fullmatch(place):
+        path = folder / MODULES_FILE
+        raise CheckpointError(f"{path} names the folder {place!r} for a module, which is none.")
+
+
+def _with_prompts(found: EmbeddingSpec, folder: Path, context_length: int) -> EmbeddingSpec:
+    """The same with what goes ahead of texts, how long these may be, and how vectors compare."""
+    path = folder / PROMPTS_FILE
+    values = read_json(path)
+    prompts, default = values.get("prompts") or {}, values.get("default_prompt_name")
+    are_texts = isinstance(prompts, dict) and all(isinstance(one, str) for one in prompts.values())
+    if not are_texts or (default is not None and default not in prompts):
+        raise CheckpointError(
+            f"{path}: prompts are {prompts!r} and default_prompt_name {default!r}, expected texts "
+            "by name, and one of the names or null."
+        )
+    similarity = values.get("similarity_fn_name")
+    if similarity not in (None, *SIMILARITIES):
+        raise UnsupportedModelError(
+            f"{path}: similarity_fn_name is {similarity!r}; supported are "
+            f"{', '.join(SIMILARITIES)}."
+        )
+    length = read_json(folder / LENGTH_FILE)
+    most = length.get("max_seq_length")
+    if most is not None and (type(most) is not int or most < 1):
+        raise CheckpointError(
+            f"{folder / LENGTH_FILE}: max_seq_length is {most!r}, expected a whole number above 0."
+        )
+    if length.get("do_lower_case"):
+        raise UnsupportedModelError(
+            f"{folder / LENGTH_FILE}: do_lower_case is set, and texts are read as they are written."
+        )
+    if found.pooling == "mean" and any(prompts.values()) and not _counts_prompts(folder):
+        logger.warning(
+            "%s: a prompt's tokens are left out of the mean, which is not supported, so the "
+            "artifact has no prompts",
+            folder,
+        )
+        prompts, default = {}, None
+    return replace(
+        found,
+        similarity=similarity,
+        max_tokens=most if most is not None and most < context_length else None,
+        prompts=prompts,
+        default_prompt=default,
+    )
+
+
+def _counts_prompts(folder: Path) -> bool:
+    """Whether the tokens of a prompt are pooled like the others."""
+    place = module_folder(folder, "Pooling")
+    return place is None or read_json(place / "config.json").get("include_prompt") is not False
+
+
+def _read_modules(
+    folder: Path, modules: list[tuple[str, str]], hidden_size: int
+) -> tuple[Pooling, bool]:
+    """The pooling, and whether the vector is normalized behind it."""
+    path = folder / MODULES_FILE
     kinds = [kind for kind, _ in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnsupportedModelError(
@@ -115,8 +203,7 @@ def _read_modules(folder: Path, hidden_size: int) -> tuple[Pooling, bool]:
             "exported as one that generates text."
         )
     place = modules[1][1]
-    if not _FOLDER.fullmatch(place):
-        raise CheckpointError(f"{path} names the folder {place!r} for the pooling, which is none.")
+    _check_place(folder, place)
     return _read_pooling(folder / place / "config.json", hidden_size), len(kinds) == 3
 
 
@@ -129,7 +216,7 @@ def _read_pooling(path: Path, hidden_size: int) -> Pooling:
         raise CheckpointError(
             f"{path}: vectors have {size} numbers, and the model's states {hidden_size}."
         )
-    # Whether the tokens of an instruction count; texts are whole here, whatever they begin with.
+    # Whether the tokens of a prompt count; see `_counts_prompts`.
     values.pop("include_prompt", None)
     modes = _modes(values)
     unknown = [name for name in values if name not in _SIZES and not name.startswith(_MODE)]

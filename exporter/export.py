@@ -11,6 +11,11 @@ import numpy as np
 from onnxport.errors import CheckpointError, ExportError
 from onnxport.exporter import genai, golden
 from onnxport.exporter.checkpoint import MXFP4, Checkpoint, to_float32
+from onnxport.exporter.classification import (
+    SCORE_TENSOR,
+    ScoreHead,
+    read_score_head,
+)
 from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import gqa_graph, paged_graph
 from onnxport.exporter.embedding import embeds_only
@@ -45,6 +50,11 @@ from onnxport.exporter.source import (
 )
 from onnxport.exporter.weights import StreamingWeights, block_of
 from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
+from onnxport.graphs.classification_spec import (
+    SCORE_FILE,
+    SCORE_TEMPLATE_FILE,
+    dump_score_head,
+)
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
@@ -93,9 +103,23 @@ def export_model(
         further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
         origin.check_weights()
         embedding = origin.embedding(spec)
-        config.check_all_used(family.name)
         files = origin.files() if options.tokenizer is None else Path(options.tokenizer)
         check_tokenizer(files)
+        score = read_score_head(
+            config,
+            folder.path,
+            files,
+            spec,
+            options.classifier_from_token,
+            options.score_template,
+        )
+        if score is None and "rerank" in folder.name.lower():
+            logger.warning(
+                "%s is exported as a model that generates text. If it judges pairs of texts by the "
+                "logits of two tokens, name these: --classifier-from-token no,yes",
+                folder.name,
+            )
+        config.check_all_used(family.name)
         if options.tokenizer is not None:
             check_fits(files, spec.vocab_size)
         tokens = _tokens(origin, files, spec.vocab_size)
@@ -106,13 +130,20 @@ def export_model(
             names = replace(names, further=(*names.further, *map(names.layer.format, further)))
             if family.head_tells and not config.has("tie_word_embeddings"):
                 spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
-            if embeds_only(config, embedding, spec, names, checkpoint.names):
+            if score is not None and not score.generates:
+                spec = replace(spec, tie_word_embeddings=True)  # which nobody reads
+                logger.warning(
+                    "%s has a score head in place of another, so the artifact judges texts and "
+                    "generates none",
+                    folder.path,
+                )
+            elif embeds_only(config, embedding, spec, names, checkpoint.names):
                 spec = replace(spec, tie_word_embeddings=True)  # which nobody reads
                 embedding = replace(embedding or EmbeddingSpec(), only=True)
                 logger.warning(
                     "%s has no head, so the artifact embeds texts and generates none", folder.path
                 )
-            job = _Job(folder, files, spec, names, tokens, config, embedding)
+            job = _Job(folder, files, spec, names, tokens, config, embedding, score)
             return _export(job, checkpoint, Path(destination), options, progress)
 
 
@@ -127,6 +158,7 @@ class _Job:
     tokens: SpecialTokens
     config: Config
     embedding: EmbeddingSpec | None
+    score: ScoreHead | None
 
 
 def _export(
@@ -141,7 +173,8 @@ def _export(
     if options.group_size is None:
         options = replace(options, group_size=fitting_group(checkpoint.group_widths))
     plan = plan_weights(spec, job.names)
-    _check_tensors(checkpoint, plan, spec, job.names)
+    _check_tensors(checkpoint, plan, job)
+    head = None if job.score is None else job.score.read(checkpoint, job.names, spec)
     if options.keeps_experts:
         _check_kept(checkpoint, plan, job.config)
     elif options.block() and {*_expert_dtypes(checkpoint, plan).values()} == {MXFP4}:
@@ -164,9 +197,16 @@ def _export(
         if spec.latent is None:
             writer.write_graph("gqa", gqa_graph(spec, weights.stored))
         _write_small_files(writer, job.files, spec, job.tokens)
+        if head is not None and job.score is not None:
+            writer.write_bytes(SCORE_FILE, dump_score_head(head))
+            if job.score.template is not None:
+                writer.write_bytes(SCORE_TEMPLATE_FILE, job.score.template.encode())
         manifest = _manifest(spec, options, job.tokens, job.folder)
         moved = weights.stored.have_zero_points or None
-        return writer.commit(replace(manifest, zero_points=moved, embedding=job.embedding))
+        judged = None if job.score is None else job.score.spec
+        return writer.commit(
+            replace(manifest, zero_points=moved, embedding=job.embedding, classification=judged)
+        )
 
 
 def preferred_precision(folder: CheckpointFolder) -> str:
@@ -269,11 +309,12 @@ def _tell_requantized(checkpoint: Checkpoint, plan: WeightPlan, options: ExportO
         )
 
 
-def _check_tensors(
-    checkpoint: Checkpoint, plan: WeightPlan, spec: ArchSpec, names: TensorNames
-) -> None:
+def _check_tensors(checkpoint: Checkpoint, plan: WeightPlan, job: _Job) -> None:
+    spec, names = job.spec, job.names
     checkpoint.require(plan.shapes())
     unused = unused_tensors(checkpoint.names, plan, names, tied=spec.tie_word_embeddings)
+    if job.score is not None and not job.score.generates:
+        unused = [name for name in unused if name != SCORE_TENSOR]
     check_unused([name for name in unused if not _is_zero_bias(checkpoint, name)], spec.family)
     for prefixes, what in (
         (names.images, "the part that reads images: the artifact takes text alone"),

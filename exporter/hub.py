@@ -13,13 +13,19 @@ from typing import Final
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.config import CONFIG_FILE
-from onnxport.exporter.embedding import MODULES_FILE, POOLING_FILES
+from onnxport.exporter.embedding import (
+    LENGTH_FILE,
+    MODULES_FILE,
+    POOLING_FILES,
+    PROMPTS_FILE,
+    SCORE_FILES,
+)
 from onnxport.exporter.gguf.parts import SUFFIX, is_gguf
 from onnxport.exporter.source import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 _SMALL_FILES: Final = [
     *(CONFIG_FILE, *TOKENIZER_FILES, f"{TEMPLATE_FOLDER}/*.jinja"),
-    *(MODULES_FILE, POOLING_FILES),
+    *(MODULES_FILE, POOLING_FILES, SCORE_FILES, PROMPTS_FILE, LENGTH_FILE),
 ]
 _WEIGHTS: Final = [
     "model.safetensors",

@@ -36,6 +36,10 @@ class ExportOptions:
 
     `expert_precision` is that of experts; "same" is `precision`. "mxfp4" keeps what a checkpoint
     has in MXFP4 as it is, and is an error where its experts are anything else.
+
+    `classifier_from_token` are tokens whose logits judge texts: of two, "no" and "yes", the score
+    is by how much the second one's is larger; of others each is a label. `score_template` is how
+    pairs of texts are written for that: a file in Jinja, or a name of `score_templates.TEMPLATES`.
     """
 
     precision: str | None = None  # of the projections: int4, int8, fp16, fp32
@@ -48,6 +52,8 @@ class ExportOptions:
     revision: str | None = None  # branch, tag or commit on the hub
     token: str | bool | None = field(default=None, repr=False)  # hub; None: who is logged in
     tokenizer: Path | None = None  # a folder with the tokenizer's files; None: the checkpoint's
+    classifier_from_token: tuple[str, ...] | None = None  # None: what the checkpoint says
+    score_template: str | None = None  # likewise
     threads: int | None = None  # None: all that this process may use
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from onnxport.errors import ArtifactError
+from onnxport.graphs.classification_spec import ClassificationSpec
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.fields import check_fields, with_nulls, without_nulls
 from onnxport.graphs.spec import ArchSpec
@@ -56,6 +57,7 @@ class Manifest:
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     embedding: EmbeddingSpec | None = None  # None: nothing is known of embeddings
+    classification: ClassificationSpec | None = None  # None: there is no score head
     files: Mapping[str, FileInfo] = field(default_factory=dict)  # ArtifactWriter fills it
     exporter_version: str = __version__
     format_version: int = FORMAT_VERSION
@@ -87,6 +89,7 @@ class Manifest:
 
     def dumps(self) -> str:
         """The manifest as JSON text."""
+        judge = self.classification
         value = {
             "format_version": self.format_version,
             "exporter_version": self.exporter_version,
@@ -101,6 +104,7 @@ class Manifest:
             "bos_token_id": self.bos_token_id,
             "pad_token_id": self.pad_token_id,
             "embedding": None if self.embedding is None else self.embedding.to_json(),
+            "classification": None if judge is None else judge.to_json(),
             "model": self.model.to_json(),
             "files": {
                 name: {"sha256": info.sha256, "size": info.size}
@@ -132,6 +136,8 @@ class Manifest:
         fields["model"] = ArchSpec.from_json(fields["model"])
         if fields["embedding"] is not None:
             fields["embedding"] = EmbeddingSpec.from_json(fields["embedding"])
+        if fields["classification"] is not None:
+            fields["classification"] = ClassificationSpec.from_json(fields["classification"])
         fields["eos_token_ids"] = tuple(tokens)
         fields["files"] = {
             name: FileInfo(**check_fields(f"files[{name!r}]", info, _FILE_FIELDS))
@@ -158,11 +164,12 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "bos_token_id": _INT_OR_NULL,
     "pad_token_id": _INT_OR_NULL,
     "embedding": (dict, type(None)),
+    "classification": (dict, type(None)),
     "model": (dict,),
     "files": (dict,),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("expert_precision", "zero_points", "embedding")
+_LATER: Final = ("expert_precision", "zero_points", "embedding", "classification")
 _SOURCE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "name": (str,),
     "revision": (str, type(None)),

@@ -59,9 +59,12 @@ def refuse_hidden_states(artifact: Artifact, options: LoadOptions, provider: str
 
 
 def without_embeddings(artifact: Artifact) -> str:
-    """Return what else can be done where a model that embeds unasked cannot; "" if nothing can."""
-    spec = artifact.manifest.embedding
-    if spec is None or spec.only:
+    """Return what else can be done where a model that embeds unasked cannot; "" if nothing can.
+
+    Or one that judges texts.
+    """
+    specs = (artifact.manifest.embedding, artifact.manifest.classification)
+    if not any(specs) or any(spec is not None and spec.only for spec in specs):
         return ""
     return ". To generate alone, give --no-embeddings (LLM(embeddings=False))"
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onnxport.serving.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionDelta,
     CompletionOutput,
     EmbeddingOutput,
@@ -80,38 +85,63 @@ class Collector(Protocol):
         ...
 
 
-class EmbeddingCollector:
-    """Makes an `EmbeddingRequestOutput` of the one delta of a prompt that is embedded."""
+class PooledCollector:
+    """Keeps the one delta of a prompt that is embedded or classified.
+
+    Attributes:
+        request: of the prompt.
+        vector: its vector, or the number of each label; None: there is none, or not yet.
+        error: why there is none.
+        finished: whether the request has ended.
+        num_cached_tokens: prompt tokens whose K/V were not computed for it.
+    """
 
     def __init__(self, request: Request) -> None:
-        self._request = request
-        self._output = EmbeddingOutput([])
-        self._finished = False
-        self._num_cached_tokens = 0
+        self.request = request
+        self.vector: NDArray[np.float32] | None = None
+        self.error: str | None = None
+        self.finished = False
+        self.num_cached_tokens = 0
 
     def add(self, delta: CompletionDelta) -> None:
         """Take the delta."""
-        self._finished, self._num_cached_tokens = True, delta.num_cached_tokens
+        self.finished, self.num_cached_tokens = True, delta.num_cached_tokens
         if delta.embedding is None:
             self.fail(delta.error or f"it ended before its time ({delta.finish_reason})")
         else:
-            self._output = EmbeddingOutput(delta.embedding.tolist())
+            self.vector = delta.embedding
 
     def fail(self, error: str) -> None:
         """There is no vector."""
-        self._finished, self._output = True, EmbeddingOutput([], error)
+        self.finished, self.error = True, error
 
-    def output(self) -> EmbeddingRequestOutput:
-        """Return what became of it."""
+    def embedding(self) -> EmbeddingRequestOutput:
+        """Return what became of a prompt that was to be embedded."""
         return EmbeddingRequestOutput(
-            request_id=self._request.request_id,
-            prompt=self._request.prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
-            outputs=self._output,
-            finished=self._finished,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=self._request.metrics,
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=EmbeddingOutput(self._numbers(), self.error),
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.request.metrics,
         )
+
+    def classification(self, labels: Sequence[str]) -> ClassificationRequestOutput:
+        """Return what became of a prompt that was to be classified, by the model's labels."""
+        label = None if self.vector is None else labels[int(self.vector.argmax())]
+        return ClassificationRequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=ClassificationOutput(self._numbers(), label, self.error),
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.request.metrics,
+        )
+
+    def _numbers(self) -> list[float]:
+        return [] if self.vector is None else self.vector.tolist()
 
 
 class OutputCollector:

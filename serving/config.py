@@ -60,6 +60,8 @@ class EngineConfig:
             the model makes of the last token.
         matryoshka_dimensions: what vectors may be cut to, "any" for all numbers; None: what the
             checkpoint says.
+        score_template: a file, in Jinja, of how pairs of texts are written that are judged; None:
+            as the artifact has it.
 
     Raises:
         CapacityError: a limit is out of its range, or two contradict each other.
@@ -82,6 +84,7 @@ class EngineConfig:
     embeddings: bool | None = None
     pooling: Pooling | None = None
     matryoshka_dimensions: Dimensions | None = None
+    score_template: Path | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -159,11 +162,11 @@ class EngineConfig:
                 f"matryoshka_dimensions is {sizes!r}; give a tuple of whole numbers above 0, or "
                 "'any'"
             )
-        for name in ("pooling", "matryoshka_dimensions"):
+        for name in ("pooling", "matryoshka_dimensions", "score_template"):
             if self.embeddings is False and getattr(self, name) is not None:
                 raise CapacityError(
                     f"{name} is {getattr(self, name)!r}, and embeddings is False: nothing is "
-                    "embedded; leave one of them out"
+                    "embedded, nor judged; leave one of them out"
                 )
 
     def _check_types(self) -> None:

@@ -15,6 +15,7 @@ from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.beam_candidates import Arrival, arrivals
 from onnxport.serving.beam_search import BeamSearches
 from onnxport.serving.beside import Beside
+from onnxport.serving.classifying import Classifier
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan, most_drafted
 from onnxport.serving.events import Listener, StepRecord
@@ -58,6 +59,7 @@ class Engine:
         base: ArchSpec | None = None,
         sampling_threads: int | None = None,
         embedder: Embedder | None = None,
+        classifier: Classifier | None = None,
     ) -> None:
         """Take over `model`; `close` closes it.
 
@@ -71,6 +73,7 @@ class Engine:
             speculator: guesses tokens ahead; None: nobody does. `close` closes it.
             base: what the model is, which LoRA adapters have to fit; None: none can be read.
             sampling_threads: most that sample at once; None: as many as there are physical cores.
+            classifier: how prompts are classified, by a model that does so, too; None: none are.
             embedder: how prompts are embedded, by a model that tells what its final norm makes of
                 them; None: none are.
 
@@ -101,6 +104,7 @@ class Engine:
             eos_token_ids,
             runtime.adapters,
             embedder,
+            classifier,
         )
         self._tally = Tally()
         self._retries = Retries(runtime.tokens)
@@ -234,6 +238,39 @@ class Engine:
         """
         params, options = params or PoolingParams(), options or RequestOptions()
         return self._intake.embedding(request_id, prompt, params, options, self._clock)
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """How prompts are classified; None: none are."""
+        return self._intake.classifier
+
+    def prepare_classification(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        options: RequestOptions | None = None,
+        *,
+        activated: bool = True,
+    ) -> Request:
+        """Tokenize and check a prompt that is to be classified; schedules nothing. From any thread.
+
+        Its only delta has the number of each label (`CompletionDelta.embedding`), or says why there
+        is none.
+
+        Args:
+            request_id: names the request; unique among the unfinished ones.
+            prompt: text, to which the tokenizer adds its special tokens, or token ids.
+            options: how to treat it; None for the defaults.
+            activated: whether the numbers are probabilities, and not what the score head gives.
+
+        Raises:
+            RequestError: the model has no score head, or as `prepare`.
+            CapacityError: the prompt does not fit the context or the KV cache.
+        """
+        options = options or RequestOptions()
+        return self._intake.classification(
+            request_id, prompt, options, self._clock, activated=activated
+        )
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request.

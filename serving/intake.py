@@ -13,6 +13,7 @@ from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.beams import BeamGroup, Beginning
+from onnxport.serving.classifying import NO_CLASSES, Classifier, ClassPooler
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.dry import dry_of
 from onnxport.serving.infill_sampler import infill_rule
@@ -39,6 +40,7 @@ class Intake:
     Attributes:
         grammars: compiles what requests ask of their output; None without a tokenizer.
         embedder: how prompts are embedded; None: none are.
+        classifier: how prompts are classified; None: none are.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Intake:
         eos_token_ids: frozenset[int],
         adapters: AdapterRegistry,
         embedder: Embedder | None = None,
+        classifier: Classifier | None = None,
     ) -> None:
         """Take the limits that requests are checked against.
 
@@ -61,6 +64,7 @@ class Intake:
             eos_token_ids: tokens that end a generation.
             adapters: those that requests may pick.
             embedder: how prompts are embedded; None: none are.
+            classifier: how prompts are classified; None: none are.
         """
         self._sizes = (limits, max_num_seqs)  # replaced as one, whatever thread reads it
         self._config = config
@@ -68,6 +72,7 @@ class Intake:
         self._eos_token_ids = eos_token_ids
         self._adapters = adapters
         self.embedder = embedder
+        self.classifier = classifier
         self._seeds = random.Random(config.seed)
         self.grammars: GrammarCompiler | None = None
         if tokenizer is not None:
@@ -92,6 +97,12 @@ class Intake:
             raise RequestError(
                 "this model embeds texts and generates none, for it has no head; send the text to "
                 "/v1/embeddings (LLM.embed)"
+            )
+        if self.classifier is not None and not self.classifier.generates:
+            raise RequestError(
+                "this model judges texts and generates none, for it has a score head in place of "
+                "another; send the text to /classify (LLM.classify), or pairs to /rerank or /score "
+                "(LLM.score)"
             )
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
@@ -189,11 +200,61 @@ class Intake:
         embedder = self.embedder
         if embedder is None:
             raise RequestError(NO_EMBEDDINGS)
-        limits, max_num_seqs = self._sizes
+        limits, _ = self._sizes
         embedder.check(params, limits.final_features)
+        read = prompt
+        if isinstance(prompt, str):
+            read = embedder.prompt(params.prompt_name) + prompt
+        elif params.prompt_name is not None:
+            raise RequestError(
+                "prompt_name goes with texts, and the prompt is of tokens; leave it out",
+                "prompt_name",
+            )
+        request = self._pooled(request_id, read, options, clock, reads_all=embedder.reads_all)
+        request.prompt = prompt if isinstance(prompt, str) else None
+        embedder.check_tokens(request.num_prompt_tokens)
+        request.pooler = Pooler(embedder, params, request.num_prompt_tokens)
+        return request
+
+    def classification(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        options: RequestOptions,
+        clock: Callable[[], float],
+        *,
+        activated: bool,
+    ) -> Request:
+        """Return a request for numbers of labels; see `Engine.prepare_classification`."""
+        if self.classifier is None:
+            raise RequestError(NO_CLASSES)
+        request = self._pooled(request_id, prompt, options, clock, reads_all=False)
+        num_tokens = request.num_prompt_tokens
+        request.pooler = ClassPooler(self.classifier, num_tokens, activated=activated)
+        return request
+
+    def _pooled(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        options: RequestOptions,
+        clock: Callable[[], float],
+        *,
+        reads_all: bool,
+    ) -> Request:
+        """Return a request that ends with its prompt, and has no pooler yet.
+
+        Args:
+            request_id: of it.
+            prompt: of it.
+            options: of it.
+            clock: what time it is.
+            reads_all: whether it wants to know what is made of every token.
+        """
+        limits, max_num_seqs = self._sizes
         # Nothing is drawn. What is cached tells nothing of the tokens that it holds.
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=None, skip_reading_prefix_cache=embedder.reads_all
+            temperature=0.0, max_tokens=None, skip_reading_prefix_cache=reads_all
         )
         self._check(prompt, sampling, options, max_num_seqs)
         tokens = self._tokens(prompt, limits)
@@ -203,7 +264,7 @@ class Intake:
         if self._config.enable_prefix_caching:
             keys = _keys(adapter, options, limits)
             keys.extend(tokens)
-        request = Request(
+        return Request(
             request_id,
             tokens,
             sampling,
@@ -214,8 +275,6 @@ class Intake:
             keys=keys,
             adapter=adapter,
         )
-        request.pooler = Pooler(embedder, params, len(tokens))
-        return request
 
     def _tokens(self, prompt: str | Sequence[int], limits: Capabilities) -> array[int]:
         """Return the tokens of a prompt; `_check` has seen that a text finds a tokenizer."""

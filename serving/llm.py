@@ -15,15 +15,15 @@ from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
 from onnxport.serving.chat import ChatTemplate, Message, Tool
-from onnxport.serving.collect import Collector, EmbeddingCollector, OutputCollector
+from onnxport.serving.collect import Collector, OutputCollector
 from onnxport.serving.config import EngineConfig, LogprobsMode, Preemption, SchedulingPolicy
 from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
 from onnxport.serving.engine import Engine
 from onnxport.serving.interrupts import Interrupts
+from onnxport.serving.llm_pooling import PoolingMethods
 from onnxport.serving.loading import open_engine
-from onnxport.serving.outputs import EmbeddingRequestOutput, RequestOutput
+from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.pooling import PoolingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
 from onnxport.serving.reasoning import AUTO, reasoning_format
 from onnxport.serving.request import Request
@@ -52,9 +52,10 @@ class EngineOptions(TypedDict, total=False):
     embeddings: bool | None
     pooling: Pooling | None
     matryoshka_dimensions: Dimensions | None
+    score_template: Path | None
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model and its engine, run in the caller's thread until every request has ended.
 
     Example:
@@ -270,41 +271,6 @@ class LLM:
             for prompt, each, how in zip(listed, params, treated, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        *,
-        options: RequestOptions | Sequence[RequestOptions] | None = None,
-        use_tqdm: bool = False,
-    ) -> list[EmbeddingRequestOutput]:
-        """Make a vector of every prompt; the outputs are in the order of the prompts.
-
-        All requests are checked before any is run. One that fails while it runs says why in its
-        output; the others go on.
-
-        Args:
-            prompts: see `generate`.
-            pooling_params: for all prompts, or one for each; None: all numbers, as the model says.
-            options: see `generate`.
-            use_tqdm: show a progress bar.
-
-        Raises:
-            RequestError: the model was not loaded to embed (`embeddings`), or as `generate`.
-            CapacityError: a prompt does not fit the context or the KV cache.
-        """
-        one = isinstance(prompts, str | Mapping)
-        listed = [cast(Prompt, prompts)] if one else list(cast("Sequence[Prompt]", prompts))
-        params = one_for_each(pooling_params, PoolingParams(), len(listed), "pooling_params")
-        treated = one_for_each(options, RequestOptions(), len(listed), "options")
-        requests = [
-            self._engine.prepare_embedding(self._next_id(), text_or_ids(prompt), each, how)
-            for prompt, each, how in zip(listed, params, treated, strict=True)
-        ]
-        collectors = {request.request_id: EmbeddingCollector(request) for request in requests}
-        self._run_into(collectors, requests, use_tqdm=use_tqdm)
-        return [collector.output() for collector in collectors.values()]
 
     def beam_search(
         self,

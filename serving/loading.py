@@ -15,6 +15,7 @@ from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.failures import forget
 from onnxport.providers.hidden_states import without_embeddings
 from onnxport.providers.registry import AUTO, get_provider, open_model, read_artifact
+from onnxport.serving.classifying import Classifier
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
@@ -92,6 +93,11 @@ def open_engine(
     embedder = choose_embedder(artifact, config)
     if embedder is not None:
         logger.info("texts are embedded: %s", embedder)
+    classifier = choose_classifier(artifact, config)
+    if classifier is not None:
+        logger.info("texts are judged: %s", classifier)
+    pools = embedder is not None or classifier is not None
+    if pools:
         chosen = replace(chosen, final_states=True)
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
@@ -99,7 +105,7 @@ def open_engine(
         tokenizer = Tokenizer.from_folder(path, eos_token_ids, texts)
     names = (fallback,) if isinstance(fallback, str) else tuple(fallback)
     for name in names:
-        _check_fallback(name, provider, artifact, embeds=embedder is not None)
+        _check_fallback(name, provider, artifact, pools=pools)
 
     first = Fallback(provider, lambda: open_model(artifact, provider, chosen, trials))
     standby = Standby((first, *(_fallback(artifact, name, provider, chosen) for name in names)))
@@ -120,6 +126,7 @@ def open_engine(
             base=artifact.manifest.model,
             sampling_threads=chosen.threads,
             embedder=embedder,
+            classifier=classifier,
         )
 
     try:
@@ -157,6 +164,34 @@ def choose_embedder(artifact: Artifact, config: EngineConfig) -> Embedder | None
     return None
 
 
+def choose_classifier(artifact: Artifact, config: EngineConfig) -> Classifier | None:
+    """Return how an artifact's model judges texts; None: it does not, or is not to.
+
+    Raises:
+        OptionError: it does nothing else, and is not to; or a template was given to a model that
+            judges nothing.
+        RequestError: the template cannot be read, or is not valid.
+    """
+    spec = artifact.manifest.classification
+    if spec is None:
+        if config.score_template is not None:
+            raise OptionError(
+                f"the score template {config.score_template} was given, and {artifact.path.name} "
+                "has no score head; leave it out, or export the model with "
+                "--classifier-from-token"
+            )
+        return None
+    if config.embeddings is not False:
+        return Classifier.of(artifact, config.score_template)
+    if spec.only:
+        raise OptionError(
+            f"{artifact.path.name} judges texts and generates none, for it has a score head in "
+            "place of another; use onnxport rerank (LLM.score, LLM.classify), or serve without "
+            "--no-embeddings"
+        )
+    return None
+
+
 def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], path: Path) -> Engine:
     """Start an engine on the first provider that loads; the others stand by."""
     errors: list[tuple[str, ProviderError | CapacityError]] = []
@@ -189,14 +224,14 @@ def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], pa
     )
 
 
-def _check_fallback(name: str, provider: str, artifact: Artifact, *, embeds: bool) -> None:
+def _check_fallback(name: str, provider: str, artifact: Artifact, *, pools: bool) -> None:
     """Refuse a fallback that could never take over, before it is needed.
 
     Args:
         name: of the fallback.
         provider: that it is to take over from.
         artifact: that it would load.
-        embeds: whether texts are embedded.
+        pools: whether texts are embedded, or judged.
     """
     if name in (AUTO, provider):
         return
@@ -213,10 +248,10 @@ def _check_fallback(name: str, provider: str, artifact: Artifact, *, embeds: boo
         raise ProviderError(
             f"{name} cannot be a fallback here: {lacks}; take another one, such as cpu"
         )
-    if embeds and not (able and able.tells_states):
+    if pools and not (able and able.tells_states):
         raise ProviderError(
-            f"{name} cannot be a fallback here: texts are embedded, and {name} does not tell the "
-            "hidden states of which embeddings are made; take another one, such as cpu"
+            f"{name} cannot be a fallback here: texts are embedded or judged, and {name} does not "
+            "tell the hidden states of which embeddings are made; take another one, such as cpu"
             f"{without_embeddings(artifact)}"
         )
 

@@ -105,6 +105,61 @@ class EmbeddingRequestOutput:
     metrics: RequestMetrics
 
 
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """What a score head makes of a prompt."""
+
+    probs: list[float]  # of each label, numbers of float32; none where it failed
+    label: str | None = None  # of the largest
+    error: str | None = None  # why it failed
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput:
+    """What became of a prompt that was to be classified."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: ClassificationOutput
+    finished: bool
+    num_cached_tokens: int  # prompt tokens whose K/V were not computed for this request
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float  # nan where it failed
+    error: str | None = None  # why it failed
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """What became of a pair of texts."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]  # of both texts, where each has a vector
+    outputs: ScoringOutput
+    finished: bool
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document and how well it goes with a query."""
+
+    index: int  # among those that were given
+    document: str
+    relevance_score: float
+
+
 @dataclass(slots=True)
 class CompletionDelta:
     """What one engine step added to one sequence; the unit of streaming. Not to be changed.
@@ -129,6 +184,7 @@ class CompletionDelta:
     # were asked for, and this one is not. Else None.
     cumulative_logprob: float | None = None
     # Of a prompt that is embedded, on the last delta, which is the only one: float32 [dimensions].
+    # Of one that is classified float32 [labels].
     embedding: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @property

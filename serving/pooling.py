@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import RequestError
-from onnxport.graphs.embedding_spec import Dimensions, EmbeddingSpec, Pooling
+from onnxport.errors import CapacityError, RequestError
+from onnxport.graphs.embedding_spec import Dimensions, EmbeddingSpec, Pooling, Similarity
 
 if TYPE_CHECKING:
     from onnxport.serving.draft import StepPlan
@@ -20,6 +21,7 @@ Floats = NDArray[np.float32]
 # What vLLM does where neither checkpoint nor user say.
 DEFAULT_POOLING: Final[Pooling] = "last"
 DEFAULT_NORMALIZED: Final = True
+DEFAULT_SIMILARITY: Final[Similarity] = "cosine"
 NO_EMBEDDINGS: Final = (
     "this server makes no embeddings; start it with --embeddings (LLM(embeddings=True))"
 )
@@ -32,6 +34,8 @@ class PoolingParams:
     Attributes:
         dimensions: numbers of the vector, which is cut to its first ones; None: all.
         normalize: whether the vector gets length 1; None: as the model says.
+        prompt_name: of the model's prompt that goes ahead of a text, "" for none; None: as the
+            model says.
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -39,6 +43,7 @@ class PoolingParams:
 
     dimensions: int | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
 
     def __post_init__(self) -> None:
         size, normalize = self.dimensions, self.normalize
@@ -48,6 +53,8 @@ class PoolingParams:
             )
         if not isinstance(normalize, bool | None):
             raise RequestError(f"normalize is {normalize!r}; give true or false", "normalize")
+        if not isinstance(self.prompt_name, str | None):
+            raise RequestError(f"prompt_name is {self.prompt_name!r}; give a name", "prompt_name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +66,20 @@ class Embedder:
         normalized: whether vectors of requests that do not say get length 1.
         dimensions: what vectors may be cut to; None: they may not.
         generates: whether the model has a head, so that it can generate as well.
+        similarity: how near two vectors are.
+        max_tokens: of a text; None: as many as the context has.
+        prompts: by name, what goes ahead of a text.
+        default_prompt: the name of the one ahead of texts that ask for none; None: nothing is.
     """
 
     pooling: Pooling = DEFAULT_POOLING
     normalized: bool = DEFAULT_NORMALIZED
     dimensions: Dimensions | None = None
     generates: bool = True
+    similarity: Similarity = DEFAULT_SIMILARITY
+    max_tokens: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
 
     @classmethod
     def of(
@@ -88,7 +103,46 @@ class Embedder:
             DEFAULT_NORMALIZED if spec.normalized is None else spec.normalized,
             dimensions,
             generates=not spec.only,
+            similarity=spec.similarity or DEFAULT_SIMILARITY,
+            max_tokens=spec.max_tokens,
+            prompts=spec.prompts,
+            default_prompt=spec.default_prompt,
         )
+
+    def prompt(self, name: str | None) -> str:
+        """Return what goes ahead of a text.
+
+        Args:
+            name: of the prompt, "" for none; None: as the model says.
+
+        Raises:
+            RequestError: there is no prompt of this name.
+        """
+        name = self.default_prompt if name is None else name
+        if not name:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(map(repr, self.prompts)) or "none"
+            raise RequestError(
+                f"prompt_name is {name[:80]!r}, and this model has {known}; name one of them, or "
+                "write it ahead of the text",
+                "prompt_name",
+            )
+        return self.prompts[name]
+
+    def prompt_of(self, *names: str) -> str:
+        """Return the first prompt that the model has of some names, or else its default one."""
+        found = next((name for name in names if name in self.prompts), None)
+        return self.prompt(found)
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raise CapacityError where a text has more tokens than the model was made for."""
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise CapacityError(
+                f"the text has {num_tokens} prompt tokens, and this model embeds "
+                f"{self.max_tokens} at most (max_seq_length); shorten it, or let it be cut with "
+                "truncate_prompt_tokens -1"
+            )
 
     @property
     def reads_all(self) -> bool:

@@ -13,6 +13,7 @@ from onnxport.kv.states import NO_TOKENS, Kept
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.adapting import Mirostat
+from onnxport.serving.classifying import ClassPooler
 from onnxport.serving.config import LogprobsMode
 from onnxport.serving.drawing import (
     NOTHING_LEFT_OUT,
@@ -95,7 +96,8 @@ class Request:
             computed; None if nobody asked, or when they have been delivered.
         logprobs_mode: what log probabilities are of.
         adapter: its LoRA adapter; None: the model alone.
-        pooler: makes a vector of the prompt, and nothing is generated; None: tokens are.
+        pooler: makes a vector of the prompt, or numbers of labels, and nothing is generated; None:
+            tokens are.
         beams: the beam search that it is a slot of; None: none, its tokens are drawn.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
@@ -216,7 +218,7 @@ class Request:
         self.keys = keys
         self.forked = False
         self.siblings: tuple[Request, ...] = ()
-        self.pooler: Pooler | None = None
+        self.pooler: Pooler | ClassPooler | None = None
         self.beams: BeamGroup | None = None
         self.running = False
         self.rank: tuple[int, int, int] = (0, 0, index)

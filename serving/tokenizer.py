@@ -111,6 +111,18 @@ class Tokenizer:
         encoded = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [one.ids for one in encoded]
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the tokens of two texts, with what the tokenizer puts around and between them.
+
+        Raises:
+            RequestError: a text holds half of a character.
+        """
+        if not is_whole(first) or not is_whole(second):
+            raise RequestError(f"the text {HALF}")
+        [encoded] = self._fast.encode_batch_fast([(first, second)])
+        ids: list[int] = encoded.ids
+        return ids
+
     def check_length(self, text: str, most_tokens: int) -> None:
         """Refuse a text of more characters than so many tokens can have, before it is encoded.
 

@@ -18,6 +18,7 @@ from onnxport.errors import DeviceLostError, OnnxportError, RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.calls import Call, in_a_thread
+from onnxport.serving.classifying import Classifier
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
@@ -255,6 +256,40 @@ class AsyncEngine:
     def embedder(self) -> Embedder | None:
         """How prompts are embedded; None: none are."""
         return self._engine.embedder
+
+    def classify(
+        self,
+        prompt: str | Sequence[int],
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+        *,
+        activated: bool = True,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Check a prompt that is to be classified now; return a generator of its one delta.
+
+        It is queued, aborted and refused as with `stream`.
+
+        Args:
+            prompt: text or token ids.
+            request_id: names the request; None makes a unique name.
+            options: how to treat it; None for the defaults.
+            activated: whether its numbers are probabilities, and not what the score head gives.
+
+        Raises:
+            RequestError: the model has no score head, or as `stream`.
+            CapacityError, OverloadedError, DeviceLostError, OnnxportError: as `stream`.
+        """
+        request_id = request_id or f"classify-{uuid.uuid4().hex}"
+        with self._wakeup:
+            self._check_open(request_id, options)
+        return self._stream(
+            self._engine.prepare_classification(request_id, prompt, options, activated=activated)
+        )
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """How prompts are classified; None: none are."""
+        return self._engine.classifier
 
     async def close(self, *, drain: bool = False) -> None:
         """Refuse new requests, end the others, and free the model. Idempotent.

@@ -138,7 +138,7 @@ def find_family(config: Config) -> Family:
     for family in FAMILIES:
         if family.computed_by in config.architectures and model_type == family.name:
             return family
-        if {family.architecture, family.base} & {*config.architectures}:
+        if {family.architecture, family.base, family.classifier} & {*config.architectures}:
             if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(
                     f"{config.path} names the architecture {config.architectures[0]} and the "

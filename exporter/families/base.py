@@ -136,6 +136,16 @@ class Family:
         """Transformers' class of the model without its head, such as Qwen3Model."""
         return self.architecture.removesuffix("ForCausalLM") + "Model"
 
+    @property
+    def classifier(self) -> str:
+        """Transformers' class of one with a score head, such as Qwen3ForSequenceClassification.
+
+        Where another class reads images, too, that of text alone says so.
+        """
+        stem = self.architecture.removesuffix("ForCausalLM")
+        text = "Text" if self.name.endswith("_text") else ""
+        return f"{stem}{text}ForSequenceClassification"
+
     def count_further_layers(self, config: Config) -> int:
         """Layers behind the last one, which guess tokens behind the next one."""
         return max((config.get(key, int, 0) for key in self.further_layers), default=0)

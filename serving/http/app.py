@@ -18,6 +18,7 @@ from onnxport.serving.http import (
     adapters,
     anthropic,
     chat_completions,
+    classification,
     completions,
     embeddings,
     errors,
@@ -26,6 +27,7 @@ from onnxport.serving.http import (
     llama_completion,
     messages,
     responses,
+    scoring,
     tokens,
 )
 from onnxport.serving.http.chat_request import ChatRequest
@@ -212,6 +214,8 @@ def create_app(
     llama_completion.add_routes(app, service)
     infill.add_routes(app, service)
     embeddings.add_routes(app, service)
+    classification.add_routes(app, service)
+    scoring.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
 

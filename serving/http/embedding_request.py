@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -52,17 +52,13 @@ class EmbeddingFields(Body):
         )
 
 
-class EmbeddingRequest(EmbeddingFields):
-    """The body of `/v1/embeddings`: texts or tokens as OpenAI has them, or vLLM's conversation."""
+class TextsRequest(EmbeddingFields):
+    """Texts or tokens as OpenAI has them, or vLLM's conversation."""
 
     input: Prompts | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = (
         None
     )
-    encoding_format: Literal["float", "base64"] | None = None  # float unless told otherwise
-    dimensions: int | None = None
-    normalize: bool | None = None  # as the model says, unless told otherwise
-    use_activation: bool | None = None  # vLLM's newer name of it
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
     truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
     add_special_tokens: bool | None = None  # true of a text, false of a conversation
@@ -73,7 +69,7 @@ class EmbeddingRequest(EmbeddingFields):
     documents: ClassVar[None] = None  # see `chat_messages.Rendering`
 
     @model_validator(mode="after")
-    def _check(self) -> EmbeddingRequest:
+    def _check_texts(self) -> Self:
         if (self.input is None) == (self.messages is None):
             raise RequestError(
                 "send either input, a text, token ids, or a list of either, or messages, a "
@@ -86,17 +82,53 @@ class EmbeddingRequest(EmbeddingFields):
                 raise RequestError(
                     f"{alone[0]} goes with messages; send these, or leave it out", alone[0]
                 )
-        if self.truncate_prompt_tokens == 0:
-            raise RequestError(
-                "truncate_prompt_tokens is 0; use 1 or more, or -1 for as many as have room",
-                "truncate_prompt_tokens",
-            )
+        check_truncation(self.truncate_prompt_tokens)
+        check_variables(self.chat_template_kwargs)
+        return self
+
+    def truncated(self, prompt: list[int], most_tokens: int) -> list[int]:
+        """Return the end of a prompt, or its beginning, as `truncate_prompt_tokens` says.
+
+        Args:
+            prompt: token ids.
+            most_tokens: that there is room for.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        most = most_tokens if most == -1 else most
+        return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
+
+
+def check_truncation(num_tokens: int | None) -> None:
+    """Raise RequestError where nothing would be left."""
+    if num_tokens == 0:
+        raise RequestError(
+            "truncate_prompt_tokens is 0; use 1 or more, or -1 for as many as have room",
+            "truncate_prompt_tokens",
+        )
+
+
+class EmbeddingRequest(TextsRequest):
+    """The body of `/v1/embeddings`."""
+
+    encoding_format: Literal["float", "base64"] | None = None  # float unless told otherwise
+    dimensions: int | None = None
+    normalize: bool | None = None  # as the model says, unless told otherwise
+    use_activation: bool | None = None  # vLLM's newer name of it
+    prompt_name: str | None = None  # of sentence-transformers, ahead of each text; "" for none
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if None not in (self.normalize, self.use_activation):
             raise RequestError(
                 "normalize and use_activation are two names of one field; send one of them",
                 "use_activation",
             )
-        check_variables(self.chat_template_kwargs)
+        if self.prompt_name is not None and not _are_texts(self.input):
+            raise RequestError(
+                "prompt_name goes with texts; send input as these, or leave it out", "prompt_name"
+            )
         return self
 
     def params(self) -> PoolingParams:
@@ -104,13 +136,11 @@ class EmbeddingRequest(EmbeddingFields):
         normalize = self.use_activation if self.normalize is None else self.normalize
         return PoolingParams(self.dimensions, normalize)
 
-    def truncated(self, prompt: list[int], max_model_len: int) -> list[int]:
-        """Return the end of a prompt, or its beginning, as `truncate_prompt_tokens` says."""
-        most = self.truncate_prompt_tokens
-        if most is None:
-            return prompt
-        most = max_model_len if most == -1 else most
-        return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
+
+def _are_texts(given: Prompts | None) -> bool:
+    return isinstance(given, str) or (
+        given is not None and all(isinstance(one, str) for one in given)
+    )
 
 
 class LlamaEmbeddingRequest(EmbeddingFields):

@@ -44,16 +44,19 @@ class Header:
         """Return the header of a new request."""
         return cls(name, kind, int(time.time()), model)
 
-    def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return a whole response body or chunk."""
+    def fields(self, **more: Any) -> dict[str, Any]:
+        """Return a response body without choices."""
         return {
             "id": self.id,
             "object": self.object,
             "created": self.created,
             "model": self.model,
-            "choices": choices,
             **more,
         }
+
+    def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return a whole response body or chunk."""
+        return self.fields(choices=choices, **more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.classifying import Classifier
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
@@ -38,6 +39,10 @@ class Tokenizer(Protocol):
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Return the token ids of each text."""
+        ...
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts, joined."""
         ...
 
     def check_length(self, text: str, most_tokens: int) -> None:
@@ -192,6 +197,25 @@ class Engine(Protocol):
         options: RequestOptions | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a prompt that is to be embedded now; yield its one delta.
+
+        Closing the generator aborts the request.
+        """
+        ...
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """How prompts are classified; None: none are."""
+        ...
+
+    def classify(
+        self,
+        prompt: str | Sequence[int],
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+        *,
+        activated: bool = True,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Check a prompt that is to be classified now; yield its one delta.
 
         Closing the generator aborts the request.
         """

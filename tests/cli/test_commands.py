@@ -27,7 +27,8 @@ from tests.waiting import PATIENCE_S
 from .conftest import command, onnxport
 
 COMMANDS = [
-    *("export", "generate", "embed", "chat", "serve", "verify", "bench", "devices", "version")
+    *("export", "generate", "embed", "rerank", "chat"),
+    *("serve", "verify", "bench", "devices", "version"),
 ]
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from onnxport import LLM
 from onnxport.errors import (
     ArtifactError,
+    CapacityError,
     CheckpointError,
     OnnxportError,
     OptionError,
@@ -254,8 +255,90 @@ def test_what_a_gguf_file_says() -> None:
         gguf_pooling(2, "key")
 
 
+def write_prompts(folder: Path, length: dict[str, Any] | None = None, **values: Any) -> None:
+    """Write sentence-transformers' files of prompts, and of how long texts may be."""
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(values))
+    if length is not None:
+        (folder / "sentence_bert_config.json").write_text(json.dumps(length))
+
+
+def test_prompts_lengths_and_similarities_are_read(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen3-Embedding has them."""
+    write_modules(checkpoint, LAST)
+    length = {"max_seq_length": 60, "do_lower_case": False}
+    prompts = {"query": "Instruct: find\nQuery:", "document": ""}
+    write_prompts(
+        *(checkpoint, length),
+        **{"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "dot"},
+    )
+    artifact = export(checkpoint)
+    spec = EmbeddingSpec(
+        pooling="last", normalized=True, similarity="dot", max_tokens=60, prompts=prompts
+    )
+    assert told(artifact) == spec
+    embedder = choose_embedder(Artifact.read(artifact), EngineConfig())
+    assert embedder is not None
+    assert (embedder.similarity, embedder.max_tokens) == ("dot", 60)
+    assert embedder.prompt("query") == "Instruct: find\nQuery:"
+    assert embedder.prompt(None) == ""
+    assert embedder.prompt_of("passage", "query") == "Instruct: find\nQuery:"
+    ids = checkpoints.tokens(count=61).tolist()
+    with (
+        LLM(artifact, provider="cpu", threads=2, kv_cache_tokens=256) as llm,
+        pytest.raises(CapacityError, match="embeds 60 at most"),
+    ):
+        llm.embed(TokensPrompt(prompt_token_ids=ids))
+    shutil.rmtree(artifact)
+    # A length above the context's says nothing; a mean without the prompt is not supported.
+    mean = {"pooling_mode_mean_tokens": True, "include_prompt": False}
+    write_modules(checkpoint, mean, "Transformer", "Pooling")
+    write_prompts(checkpoint, {"max_seq_length": 4096}, prompts={"query": "q:"})
+    assert told(export(checkpoint)) == EmbeddingSpec(pooling="mean", normalized=False)
+    assert "the artifact has no prompts" in caplog.text
+    shutil.rmtree(artifact)
+    write_modules(checkpoint, {**mean, "include_prompt": True}, "Transformer", "Pooling")
+    write_prompts(
+        *(checkpoint, {"max_seq_length": None}),
+        **{"prompts": {"query": "q:"}, "default_prompt_name": "query"},
+    )
+    assert told(export(checkpoint)) == EmbeddingSpec(
+        pooling="mean", normalized=False, prompts={"query": "q:"}, default_prompt="query"
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "values", "kind", "words"),
+    [
+        (None, {"prompts": {"a": 1}}, CheckpointError, "expected texts by name"),
+        (None, {"prompts": ["a"]}, CheckpointError, "expected texts by name"),
+        (
+            *(None, {"prompts": {"a": "b"}, "default_prompt_name": "c"}),
+            *(CheckpointError, "one of the names"),
+        ),
+        (None, {"similarity_fn_name": "jaccard"}, UnsupportedModelError, "'jaccard'; supported"),
+        ({"max_seq_length": 0}, {}, CheckpointError, "max_seq_length is 0"),
+        ({"max_seq_length": True}, {}, CheckpointError, "max_seq_length is True"),
+        ({"do_lower_case": True}, {}, UnsupportedModelError, "do_lower_case is set"),
+    ],
+)
+def test_prompts_that_cannot_be_are_refused(
+    length: dict[str, Any] | None,
+    values: dict[str, Any],
+    kind: type[OnnxportError],
+    words: str,
+    checkpoint: Path,
+) -> None:
+    write_modules(checkpoint, LAST)
+    write_prompts(checkpoint, length, **values)
+    with pytest.raises(kind, match=words):
+        export(checkpoint)
+
+
 def test_a_manifest_tells_it_again() -> None:
     for spec in (
+        EmbeddingSpec(prompts={"a": "b"}, default_prompt="a", similarity="dot", max_tokens=3),
         EmbeddingSpec(),
         EmbeddingSpec(pooling="mean", normalized=False, only=True),
         EmbeddingSpec(matryoshka=True, dimensions=(8, 16)),
@@ -267,6 +350,10 @@ def test_a_manifest_tells_it_again() -> None:
         ("dimensions", [8]),
         ("dimensions", [True]),
         ("only", None),
+        ("similarity", "jaccard"),
+        ("max_tokens", 0),
+        ("prompts", {"a": 1}),
+        ("default_prompt", "a"),
     ):
         with pytest.raises(ArtifactError):
             EmbeddingSpec.from_json({**good, name: value})

@@ -16,6 +16,7 @@ from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.classifying import Classifier
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.app import AppOptions, create_app
@@ -72,6 +73,7 @@ class FakeEngine:
     max_num_seqs: int = 4
     num_unfinished: int = 0
     embedder: Embedder | None = None
+    classifier: Classifier | None = None
 
     @property
     def most_prompts(self) -> int:
@@ -107,6 +109,16 @@ class FakeEngine:
         options: RequestOptions | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         raise AssertionError("nothing is embedded here")
+
+    def classify(
+        self,
+        prompt: str | Sequence[int],
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+        *,
+        activated: bool = True,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        raise AssertionError("nothing is classified here")
 
     async def compile(self, form: StructuredOutputs) -> CompiledGrammar:
         self.compiled.append(form)

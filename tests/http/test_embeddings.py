@@ -18,7 +18,7 @@ from openai.types import CreateEmbeddingResponse
 
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.app import AppOptions, create_app
-from onnxport.serving.http.embeddings import _listed
+from onnxport.serving.http.pooled import listed
 from onnxport.serving.pooling import Embedder, PoolingParams
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
@@ -338,11 +338,11 @@ async def test_between_two_vectors_it_is_the_turn_of_others() -> None:
 
     given = [np.array([index, 0.1], np.float32) for index in range(5)]
     task = asyncio.create_task(other())
-    found = await _listed(given, tell)
+    found = await listed(given, tell)
     task.cancel()
     assert sorted({1, 2, 3, 4} - set(turns)) == []
     assert json.loads(found) == [tell(index, each) for index, each in enumerate(given)]
-    assert await _listed([], tell) == b"[]"
+    assert await listed([], tell) == b"[]"
 
 
 async def test_a_body_has_its_limit(model_folder: Path) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Unpack
 
 from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving.classifying import Classifier
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
@@ -66,9 +67,11 @@ def null_engine(
     model_type: Callable[[NullOptions], NullModel] = NullModel,
     speculator: Guesses | None = None,
     embedder: Embedder | None = None,
+    classifier: Classifier | None = None,
     final_features: int | None = None,
     **config: Unpack[EngineOptions],
 ) -> Engine:
+    told = 8 if embedder is not None or classifier is not None else 0
     model = model_type(
         NullOptions(
             vocab_size=vocab_size,
@@ -86,7 +89,7 @@ def null_engine(
             fails=fails,
             transfer_fails=transfer_fails,
             lost_at=lost_at,
-            final_features=(8 if embedder else 0) if final_features is None else final_features,
+            final_features=told if final_features is None else final_features,
         )
     )
     engine_config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **config)
@@ -94,6 +97,7 @@ def null_engine(
     return Engine(
         *(model, tokenizer, engine_config, eos_token_ids, clock, standby, speculator),
         embedder=embedder,
+        classifier=classifier,
     )
 
 

@@ -8,10 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxport.errors import ArtifactError, CapacityError, OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.classification_spec import (
+    SCORE_FILE,
+    ClassificationSpec,
+    dump_score_head,
+)
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec
@@ -42,7 +48,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
         calls.append((getattr(given, "path", given), provider, options, model))
         return model
 
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC, fingerprint="f", embedding=None)
+    manifest = SimpleNamespace(
+        eos_token_ids=(0, 5), model=SPEC, fingerprint="f", embedding=None, classification=None
+    )
     monkeypatch.setattr(
         loading,
         "read_artifact",
@@ -138,7 +146,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Excepti
 def stored(path: Path, fingerprint: str = "f", end: tuple[int, ...] = ()) -> Any:
     """What is read of an artifact."""
     manifest = SimpleNamespace(
-        eos_token_ids=end, model=SPEC, fingerprint=fingerprint, embedding=None
+        eos_token_ids=end, model=SPEC, fingerprint=fingerprint, embedding=None, classification=None
     )
     return SimpleNamespace(path=path, manifest=manifest)
 
@@ -339,7 +347,9 @@ def stateful(monkeypatch: pytest.MonkeyPatch) -> list[LoadOptions]:
         key_heads=1, value_heads=2, key_size=4, value_size=4, kernel=4, layers=layers
     )
     model = replace(SPEC, linear=linear, sliding_window=(None,) * SPEC.num_layers)
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=model, fingerprint="f", embedding=None)
+    manifest = SimpleNamespace(
+        eos_token_ids=(0, 5), model=model, fingerprint="f", embedding=None, classification=None
+    )
     monkeypatch.setattr(
         loading,
         "read_artifact",
@@ -405,6 +415,7 @@ def test_a_fallback_that_runs_no_linear_attention_is_refused_at_once(
     assert not stateful
 
 
+JUDGE = ClassificationSpec(labels=("yes",), activation="sigmoid")
 LATENT = LatentSpec(kv_rank=8, nope_size=4, rope_size=4, value_size=4)
 
 
@@ -412,22 +423,38 @@ LATENT = LatentSpec(kv_rank=8, nope_size=4, rope_size=4, value_size=4)
     ("embedding", "latent", "config", "words"),
     [
         (None, LATENT, {}, "latent attention, which other does not compute; take another one"),
-        (None, None, {"embeddings": True}, "texts are embedded, and other does not .* cpu$"),
+        (
+            None,
+            None,
+            {"embeddings": True},
+            "texts are embedded or judged, and other does not .* cpu$",
+        ),
+        (JUDGE, None, {}, "embedded or judged.* give --no-embeddings"),
+        (replace(JUDGE, only=True), None, {}, "embedded or judged, and other does not .* cpu$"),
         (EmbeddingSpec(), None, {}, "texts are embedded.* give --no-embeddings"),
-        (EmbeddingSpec(only=True), None, {}, "texts are embedded, and other does not .* cpu$"),
+        (
+            EmbeddingSpec(only=True),
+            None,
+            {},
+            "texts are embedded or judged, and other does not .* cpu$",
+        ),
     ],
 )
 def test_a_fallback_that_lacks_what_the_model_needs_is_refused_at_once(
     loads: dict[str, list[Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    embedding: EmbeddingSpec | None,
+    embedding: EmbeddingSpec | ClassificationSpec | None,
     latent: LatentSpec | None,
     config: dict[str, Any],
     words: str,
 ) -> None:
     found = stored(tmp_path)
-    found.manifest.embedding = embedding
+    if isinstance(embedding, ClassificationSpec):
+        found.manifest.classification = embedding
+        (tmp_path / SCORE_FILE).write_bytes(dump_score_head(np.ones((1, 8), np.float32)))
+    else:
+        found.manifest.embedding = embedding
     found.manifest.model = SimpleNamespace(
         linear=None, latent=latent, draft=None, hidden_size=8, vocab_size=SPEC.vocab_size
     )
@@ -444,7 +471,7 @@ def test_a_fallback_that_lacks_what_the_model_needs_is_refused_at_once(
     able = Probe(True, "", features=Features.one_type(("native",), ("float32",)))
     provider = SimpleNamespace(probe=lambda: able)
     monkeypatch.setattr(loading, "get_provider", lambda name: provider)
-    loading._check_fallback("other", "cpu", found, embeds=True)
+    loading._check_fallback("other", "cpu", found, pools=True)
 
 
 def test_vectors_are_cut_to_no_more_than_they_have(tmp_path: Path) -> None:

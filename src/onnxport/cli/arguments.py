@@ -40,6 +40,7 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "embeddings",
     "pooling",
     "matryoshka_dimensions",
+    "score_template",
 )
 EXPORT_OPTIONS = (
     "precision",
@@ -51,6 +52,7 @@ EXPORT_OPTIONS = (
     "revision",
     "token",
     "tokenizer",
+    "classifier_from_token",
 )
 
 
@@ -107,6 +109,21 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="take tokenizer, chat template and generation settings from there",
     )
+    group.add_argument(
+        "--classifier-from-token",
+        type=token_list,
+        metavar="NO,YES",
+        help="judge texts by the logits of these tokens, as Qwen3-Reranker does by no,yes (as the "
+        "checkpoint says)",
+    )
+
+
+def token_list(text: str) -> tuple[str, ...]:
+    """Return tokens that are separated by commas."""
+    found = tuple(text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of tokens, such as no,yes")
+    return found
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -281,6 +298,17 @@ def add_embedding_options(parser: argparse.ArgumentParser, *, is_choice: bool = 
         type=dimensions,
         metavar="N,N",
         help="vectors may be cut to so many numbers; any: to all (as the checkpoint says)",
+    )
+
+
+def add_score_template(parser: argparse.ArgumentParser) -> None:
+    """Add how pairs are written."""
+    parser.add_argument(
+        "--score-template",
+        type=Path,
+        metavar="FILE",
+        help="how pairs of texts are written for a model that judges them, in Jinja (as the "
+        "artifact has it)",
     )
 
 

@@ -59,6 +59,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         action=argparse.BooleanOptionalAction,
         help="give vectors length 1 (as the checkpoint says; else on)",
     )
+    parser.add_argument(
+        "--prompt-name",
+        metavar="NAME",
+        help="the model's prompt of this name goes ahead of each text, such as query; '' for none "
+        "(as the checkpoint says)",
+    )
     add_load_options(parser)
     add_embedding_options(parser, is_choice=False)
     add_choice_options(parser)
@@ -73,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.pooling import PoolingParams
 
     texts = texts_of(options)
-    params = PoolingParams(options.dimensions, options.normalize)
+    params = PoolingParams(options.dimensions, options.normalize, options.prompt_name)
     with open_session(find_artifact(options), options) as engine:
         requests = [
             engine.prepare_embedding(str(index), text, params, request_options(options))

@@ -32,12 +32,18 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="MODEL",
         help="the model, a folder or hub id, that SOURCE guesses for: an EAGLE-3 draft head",
     )
+    parser.add_argument(
+        "--score-template",
+        metavar="FILE",
+        help="how pairs of texts are written that are to be judged: a file in Jinja, or "
+        "qwen3-reranker (as the checkpoint says)",
+    )
     add_export_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Export and say what was written."""
-    chosen = export_options(options)
+    chosen = export_options(options, score_template=options.score_template)
     folder = export(options.source, options.destination, chosen, options.target)
     print(f"Wrote {folder}.")
     return 0

@@ -24,6 +24,7 @@ from onnxport.cli.arguments import (
     add_load_options,
     add_queue_options,
     add_reasoning_option,
+    add_score_template,
     add_speculation_options,
     command,
     engine_config,
@@ -183,6 +184,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_choice_options(parser)
     add_engine_options(parser)
     add_embedding_options(parser)
+    add_score_template(parser)
     add_queue_options(parser)
     add_cache_options(parser)
     add_speculation_options(parser)

@@ -1,0 +1,113 @@
+"""vLLM's `/classify` and `/pooling`."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from numpy.typing import NDArray
+
+from onnxport.errors import RequestError
+from onnxport.serving.classifying import NO_CLASSES, Classifier
+from onnxport.serving.http import pooled
+from onnxport.serving.http.generation import Header, unless_disconnected
+from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.pooled import JSON, Pooled, as_base64, numbers
+from onnxport.serving.http.request_ids import take_id
+from onnxport.serving.http.scoring_request import ClassifyRequest, PoolingRequest
+from onnxport.serving.http.service import Service
+from onnxport.serving.params import RequestOptions
+from onnxport.serving.pooling import NO_EMBEDDINGS
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """Add these endpoints."""
+
+    @app.post("/classify", response_model=None)
+    async def classify(request: Request, body: ClassifyRequest) -> Response:
+        return await respond(service, request, body)
+
+    @app.post("/pooling", response_model=None)
+    async def pool(request: Request, body: PoolingRequest) -> Response:
+        return await respond_pooled(service, request, body)
+
+
+async def respond(service: Service, request: Request, body: ClassifyRequest) -> Response:
+    """Answer one request for labels."""
+    name = f"classify-{take_id(request, body.request_id)}"
+    adapter = service.adapter_of(body.model)
+    classifier = _classifier(service)
+    options = body.options(key_tenant(request), service.request_timeout_s, adapter)
+    field = "input" if body.messages is None else "messages"
+    prompts = await asyncio.to_thread(pooled.texts, service, body)
+    activated = body.activated
+    work = pooled.classify(service, prompts, options, name, field, activated=activated)
+    found = await unless_disconnected(request, work)
+
+    def told(index: int, vector: NDArray[np.float32]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "label": classifier.labels[int(vector.argmax())],
+            "probs": numbers(vector),
+            "num_classes": len(vector),
+        }
+
+    header = Header.new(name, "list", adapter or service.model_name)
+    data = await pooled.listed(found.vectors, told)
+    content = pooled.with_data(header.fields(usage=found.usage()), data)
+    return Response(content, media_type=JSON)
+
+
+async def respond_pooled(service: Service, request: Request, body: PoolingRequest) -> Response:
+    """Answer one request for whatever the model makes of a text."""
+    name = f"pool-{take_id(request, body.request_id)}"
+    adapter = service.adapter_of(body.model)
+    options = body.options(key_tenant(request), service.request_timeout_s, adapter)
+    task = body.task or ("embed" if service.engine.classifier is None else "classify")
+    found = await unless_disconnected(request, _pool(service, body, options, name, task))
+    told = as_base64 if body.encoding_format == "base64" else numbers
+    header = Header.new(name, "list", adapter or service.model_name)
+    data = await pooled.listed(
+        found.vectors,
+        lambda index, vector: {"index": index, "object": "pooling", "data": told(vector)},
+    )
+    content = pooled.with_data(header.fields(usage=found.usage()), data)
+    return Response(content, media_type=JSON)
+
+
+async def _pool(
+    service: Service, body: PoolingRequest, options: RequestOptions, name: str, task: str
+) -> Pooled:
+    field = "input" if body.messages is None else "messages"
+    if task == "classify":
+        _classifier(service)
+        for alone in ("dimensions", "normalize", "prompt_name"):
+            if getattr(body, alone) is not None:
+                raise RequestError(
+                    f"{alone} goes with vectors, and this model's labels are asked for; leave it "
+                    "out, or send the task embed",
+                    alone,
+                )
+        prompts = await asyncio.to_thread(pooled.texts, service, body)
+        activated = body.use_activation is not False
+        return await pooled.classify(service, prompts, options, name, field, activated=activated)
+    embedder = service.engine.embedder
+    if embedder is None:
+        raise RequestError(NO_EMBEDDINGS)
+    params = body.params()
+    ahead = embedder.prompt(body.prompt_name) if body.messages is None else None
+    make = partial(pooled.texts, service, body, ahead=ahead, most_tokens=embedder.max_tokens)
+    prompts = await asyncio.to_thread(make)
+    return await pooled.embed(service, prompts, params, options, name, field)
+
+
+def _classifier(service: Service) -> Classifier:
+    """Return how prompts are classified; refuse a request before its texts are encoded."""
+    classifier = service.engine.classifier
+    if classifier is None:
+        raise RequestError(NO_CLASSES)
+    return classifier
