@@ -227,7 +227,8 @@ def check_causal(config: Config) -> None:
     Raises UnsupportedModelError.
     """
     for key, value in (("use_bidirectional_attention", False), ("is_causal", True)):
-        if (found := config.get(key, object, value)) != value:
+        found = config.get(key, object, value)
+        if found not in (value, "vision"):  # which is of tokens of one image
             raise UnsupportedModelError(
                 f"{config.path}: {key} is {found!r}, so that tokens see those behind them, as in "
                 "some models that embed text; supported is causal attention."

@@ -7,7 +7,7 @@ They share every node but attention and the shapes around it, and every weight. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ from onnxport.exporter.draft_inputs import declare_states, normed_features
 from onnxport.exporter.graph_parts import (
     activation_dtype,
     attributes,
-    declare_caches,
+    declare_pools,
+    declare_rows_of_caches,
     rope_tables,
     sinks,
 )
@@ -32,7 +33,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, LAYER_INPUTS
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
@@ -42,7 +43,7 @@ from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.spec import ArchSpec
-from onnxport.graphs.tensors import TensorRef
+from onnxport.graphs.tensors import TensorRef, numpy_dtype
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
 
@@ -60,6 +61,7 @@ class _Decoder:
     attend: Attend
     mix: Mix
     rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
+    kept: dict[int, tuple[str, str]] = field(default_factory=dict)  # layers' own keys and values
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
         """Token ids to hidden states, normalized and as they are.
@@ -69,6 +71,7 @@ class _Decoder:
         """
         g, spec = self.g, self.spec
         hidden = self.embed()
+        told = self.layer_inputs(hidden)
         delta = ""
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
@@ -81,17 +84,52 @@ class _Decoder:
                     attended, hidden = select(attended), select(hidden)
                     if spec.parallel_layers:
                         read = select(read)
+                    if told:
+                        told = (*told[:-1], select(told[-1]))
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 if spec.parallel_layers:
                     delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
                     continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read)
+                if told or spec.layer_scales:
+                    end = self.end(layer, hidden, delta, told[layer] if told else "")
+                    hidden, delta = end, ""
         return self.norm(hidden, delta, FINAL_NORM)
 
-    def embed(self) -> str:
-        """Rows of the embedding table."""
-        g, matrix = self.g, self.weights.matrices[EMBEDDING]
+    def layer_inputs(self, embedded: str) -> tuple[str, ...]:
+        """What each layer is told of the tokens, [..., layer_input_size]; none where it is not."""
+        g, size, layers = self.g, self.spec.layer_input_size, self.spec.num_layers
+        if size is None:
+            return ()
+        with g.scope(LAYER_INPUTS):
+            found = self.embed(LAYER_INPUTS)
+            product = self.linear(f"{LAYER_INPUTS}.product", embedded)
+            apart = ops.reshape(g, product, (*self.leading, layers, size), "apart")
+            weight = g.weight(self.weights.vectors[f"{LAYER_INPUTS}.norm"])
+            normed = ops.rms_norm(g, apart, weight, self.spec.inner_eps, "norm")
+            joined = ops.reshape(g, normed, (*self.leading, layers * size), "join")
+            both = g.node("Add", [found, joined], name="both")
+            sizes = g.constant(np.full(layers, size, np.int64), "sizes")
+            return tuple(g.node("Split", [both, sizes], outputs=layers, name="split", axis=-1))
+
+    def end(self, layer: int, hidden: str, delta: str, told: str) -> str:
+        """The stream behind a layer: what it was told goes in, and it may be scaled."""
+        g, role = self.g, f"layers.{layer}"
+        hidden = g.node("Add", [hidden, delta], name="residual")
+        if told:
+            gate = self.linear(f"{role}.input_gate", hidden)
+            gated = g.node("Mul", [self.activate(gate), told], name="told")
+            added = self.output(f"{role}.input_out", self.linear(f"{role}.input_out", gated))
+            hidden = g.node("Add", [hidden, added], name="residual.told")
+        if self.spec.layer_scales:
+            weight = g.weight(self.weights.vectors[f"{role}.scale"])
+            hidden = g.node("Mul", [hidden, weight], name="residual.scaled")
+        return hidden
+
+    def embed(self, role: str = EMBEDDING) -> str:
+        """Rows of the embedding table, or of another one."""
+        g, matrix = self.g, self.weights.matrices[role]
         if matrix.block is None:
             return g.node("Gather", [g.weight(matrix.weight), names.INPUT_IDS], name="embed")
         assert matrix.scales is not None
@@ -100,7 +138,7 @@ class _Decoder:
         dims = (matrix.rows, padded * matrix.block.bits // 8)
         rows = ops.gather_block_quantized(
             g,
-            g.weight(matrix.weight.view("embedding.rows", dims)),
+            g.weight(matrix.weight.view(f"{role}.rows", dims)),
             names.INPUT_IDS,
             g.weight(matrix.scales),
             bits=matrix.block.bits,
@@ -169,10 +207,18 @@ class _Decoder:
             return self.attend(layer, qkv)
         if self.rotation is not None:
             return self.attend(layer, self.rotated_heads(layer, qkv, self.rotation))
-        sizes = g.constant(np.array([spec.q_size, spec.kv_size, spec.kv_size], np.int64), "sizes")
-        q, k, v = g.node("Split", [qkv, sizes], outputs=3, name="split", axis=-1)
-        q = self.head_norm(q, f"layers.{layer}.q_norm", spec.q_size)
-        k = self.head_norm(k, f"layers.{layer}.k_norm", spec.kv_size)
+        parts = spec.qkv_parts(layer)
+        if len(parts) == 1:
+            q = self.head_norm(qkv, layer, "q_norm", parts[0])
+            return self.attend(layer, (q, *self.kept[spec.kv_source(layer)]))
+        sizes = g.constant(np.array(parts, np.int64), "sizes")
+        q, k, *own = g.node("Split", [qkv, sizes], outputs=len(parts), name="split", axis=-1)
+        v = own[0] if own else k
+        q = self.head_norm(q, layer, "q_norm", parts[0])
+        k = self.head_norm(k, layer, "k_norm", parts[1])
+        if spec.value_norm:
+            v = self.head_norm(v, layer, "", parts[1])
+        self.kept[layer] = k, v
         return self.attend(layer, (q, k, v))
 
     def rotated_heads(self, layer: int, qkv: str, rotation: Rotation) -> tuple[str, str, str]:
@@ -185,20 +231,24 @@ class _Decoder:
         turned = rotation.apply(g, heads)
         parts = g.node("Split", [turned, counts], outputs=2, name="split.heads", axis=-2)
         q, k = (
-            self.head_norm(part, f"layers.{layer}.{name}", size)
+            self.head_norm(part, layer, name, size)
             for part, name, size in zip(
                 parts, ("q_norm", "k_norm"), (spec.q_size, spec.kv_size), strict=True
             )
         )
         return q, k, v
 
-    def head_norm(self, x: str, role: str, size: int) -> str:
-        """RMSNorm over each head of x [..., size], or over all of it."""
-        g, name = self.g, role.rpartition(".")[2]
-        weight = g.weight(self.weights.vectors[role])
+    def head_norm(self, x: str, layer: int, name: str, size: int) -> str:
+        """RMSNorm over each head of x [..., size], or over all of it; of values without a name."""
+        g, channels = self.g, self.spec.heads_of(layer).head_size
+        if name:
+            weight = g.weight(self.weights.vectors[f"layers.{layer}.{name}"])
+        else:
+            ones = np.ones(channels, numpy_dtype(activation_dtype(self.weights)))
+            weight, name = g.constant(ones, "ones"), "v_norm"
         if self.spec.whole_qk_norm:
             return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
-        heads = ops.reshape(g, x, (*self.leading, -1, self.spec.head_size), f"{name}.heads")
+        heads = ops.reshape(g, x, (*self.leading, -1, channels), f"{name}.heads")
         normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
@@ -217,9 +267,12 @@ class _Decoder:
         g = self.g
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
-        gated = g.node("Mul", [activate(g, gate), up], name="gated")
+        gated = g.node("Mul", [self.activate(gate), up], name="gated")
         return self.linear(f"{role}.down", gated)
+
+    def activate(self, x: str) -> str:
+        """The model's activation."""
+        return (ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh)(self.g, x)
 
     def shared(self, layer: int, experts: ExpertsSpec, x: str) -> str:
         """The feed-forward layer beside experts, which each token is given to."""
@@ -375,17 +428,20 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     g.output(names.LOGITS, TensorProto.FLOAT, [names.NUM_LOGITS, spec.num_logits])
     if spec.draft is not None:
         declare_states(g, spec.draft, spec.hidden_size)
-    pool: list[int | str] = [names.NUM_BLOCKS, names.BLOCK_SIZE, spec.num_kv_heads, spec.head_size]
-    declare_caches(g, spec, dtype, pool, pool)
+    declare_pools(g, spec, dtype)
     declare_slots(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
 
     def attend(layer: int, qkv: str | tuple[str, ...]) -> str:
         cos, sin = tables[layer]
+        source = spec.kv_source(layer)
+        caches = names.cache_names(source, spec.cache_parts)
+        if source != layer:
+            caches = [(present, "") for _, present in caches]
         return ops.paged_attention(
             g,
             qkv,
-            names.cache_names(layer, spec.cache_parts),
+            caches,
             cumulative_sequence_lengths=names.CUMULATIVE_SEQUENCE_LENGTHS,
             past_sequence_lengths=names.PAST_SEQUENCE_LENGTHS,
             block_table=names.BLOCK_TABLE,
@@ -413,19 +469,17 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
 def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     """The graph of onnxruntime-genai's Generator: a batch, an attention mask, one cache each.
 
-    There is none of attention of latents: its operator wants keys and values of every head.
+    There is none of attention of latents: its operator wants keys and values of every head. Nor of
+    layers with other heads than others, or with the keys and values of others, for
+    onnxruntime-genai knows one size of all caches, and one for each layer.
     """
-    assert spec.latent is None
+    assert spec.has_gqa_graph
     g = GraphBuilder("gqa")
     dtype = activation_dtype(weights)
     g.input(names.INPUT_IDS, TensorProto.INT64, [names.BATCH, "seq"])
     g.input(names.ATTENTION_MASK, TensorProto.INT64, [names.BATCH, "total_sequence_length"])
     g.output(names.LOGITS, TensorProto.FLOAT, [names.BATCH, "seq", spec.vocab_size])
-    past, total = (
-        [names.BATCH, spec.num_kv_heads, length, spec.head_size]
-        for length in ("past_sequence_length", "total_sequence_length")
-    )
-    declare_caches(g, spec, dtype, past, total)
+    declare_rows_of_caches(g, spec, dtype)
     declare_rows(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
     less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)

@@ -161,7 +161,7 @@ def _export(
             writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
         _tell_kept(weights, options)
         writer.write_graph("paged", paged_graph(spec, weights.stored))
-        if spec.latent is None:
+        if spec.has_gqa_graph:
             writer.write_graph("gqa", gqa_graph(spec, weights.stored))
         _write_small_files(writer, job.files, spec, job.tokens)
         manifest = _manifest(spec, options, job.tokens, job.folder)
@@ -211,12 +211,15 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: Special
             "max_tokens; a generation_config.json beside the tokenizer, with %s, tells some",
             *(folder.path, END),
         )
-    if spec.latent is not None:
+    if not spec.has_gqa_graph:
         logger.warning(
-            "the artifact will have no %s, and no %s for onnxruntime-genai: ONNX Runtime's "
-            "GroupQueryAttention has no attention of latents. onnxport itself serves the paged "
-            "graph",
+            "the artifact will have no %s, and no %s for onnxruntime-genai: %s. onnxport itself "
+            "serves the paged graph",
             *(GRAPH_FILES["gqa"], genai.FILE),
+            "ONNX Runtime's GroupQueryAttention has no attention of latents"
+            if spec.latent is not None
+            else "it knows one size of heads, and keys and values of each layer, and this model's "
+            "layers have several, or read those of others",
         )
     elif spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
         logger.warning(
@@ -352,7 +355,7 @@ def _write_small_files(
             writer.copy_file(folder / name)
     for template in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
         writer.copy_file(template, f"{TEMPLATE_FOLDER}/{template.name}")
-    if spec.latent is not None:  # onnxruntime-genai would look for the other graph
+    if not spec.has_gqa_graph:  # onnxruntime-genai would look for it
         return
     generation = read_json(folder / "generation_config.json")
     config = genai.genai_config(spec, tokens, generation)

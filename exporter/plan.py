@@ -6,7 +6,9 @@ A weight is named by its role: `embedding`, `final_norm`, `head`, and for each l
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
-dt_bias, norm}` for `qkv` and its norms. A draft head has `features`, `joint_norm` or
+dt_bias, norm}` for `qkv` and its norms. Where layers are told something of each token, there are
+`layer_inputs`, `layer_inputs.{product, norm}` and of each layer `input_gate`, `input_out` and
+`input_out_norm`; and `scale` where the stream behind it is times a number. A draft head has `features`, `joint_norm` or
 `apart_norm.N`, and `layers.0.hidden_norm` besides.
 """
 
@@ -31,6 +33,8 @@ HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
 FEATURES: Final = "features"
+LAYER_INPUTS: Final = "layer_inputs"
+TABLES: Final = frozenset({EMBEDDING, LAYER_INPUTS})  # whose rows are gathered
 EXPERTS: Final = (".experts.gate_up", ".experts.down")  # what roles of experts end in
 
 _Names = tuple[str, ...]
@@ -91,6 +95,7 @@ class WeightPlan:
 
     matrices: Mapping[str, MatrixPlan]  # `head` is the embedding where they are tied
     vectors: Mapping[str, VectorPlan]
+    left: frozenset[str] = frozenset()  # tensors that may be there, and that nothing reads
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the checkpoint must hold, and its shape."""
@@ -115,6 +120,11 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             "", (names.features,), (spec.hidden_size,), spec.draft.features, biased=False
         )
         vectors.update(_draft_norms(spec.hidden_size, spec.draft, names))
+    if spec.layer_input_size is not None:
+        matrices.update(_layer_input_tables(spec, spec.layer_input_size, names))
+        size, scale = spec.layer_input_size, math.sqrt(0.5)
+        vectors[f"{LAYER_INPUTS}.norm"] = _norm(names, names.layer_inputs_norm, size, scale)
+    left: set[str] = set()
     for layer in range(spec.num_layers):
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
@@ -123,19 +133,54 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             vectors.update(_linear_vectors(spec.linear, names, role, prefix))
             matrices.update(_linear_matrices(spec, spec.linear, names, role, prefix))
         else:
-            vectors.update(_head_vectors(spec, names, role, prefix))
-            width = spec.attention_inputs(layer)
-            matrices.update(_attention_matrices(spec, names, role, prefix, width))
+            vectors.update(_head_vectors(spec, layer, names, role, prefix))
+            matrices.update(_attention_matrices(spec, layer, names, role, prefix))
+            if spec.kv_source(layer) != layer:
+                left.update(f"{prefix}{name}.weight" for name in names.qkv[1:])
+                left.add(prefix + names.k_norm)
+        if spec.layer_scales:
+            vectors[role + "scale"] = VectorPlan(prefix + names.layer_scale, (1,))
+        if spec.layer_input_size is not None:
+            size = spec.layer_input_size
+            matrices.update(_layer_input_matrices(spec, size, names, role, prefix))
+            tensor = prefix + names.layer_input_norm
+            norm = _norm(names, tensor, spec.hidden_size, spec.residual_scale)
+            vectors[role + "input_out_norm"] = norm
         if experts is None:
             parts = (names.gate_up, names.down)
-            matrices.update(_feed_forward(spec, role, prefix, parts, spec.intermediate_size))
+            matrices.update(_feed_forward(spec, role, prefix, parts, spec.inner_size(layer)))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
             if experts.corrected:
                 dims = (*names.correction_axes, experts.count)
                 tensor = prefix + names.correction
                 vectors[role + "correction"] = VectorPlan(tensor, dims, is_exact=True)
-    return WeightPlan(matrices, vectors)
+    return WeightPlan(matrices, vectors, frozenset(left))
+
+
+def _layer_input_tables(spec: ArchSpec, size: int, names: TensorNames) -> dict[str, MatrixPlan]:
+    """What all layers are told of a token, side by side, and of its embedding.
+
+    The mean of both, times the root of 2, is in the table and in the norm: see `plan_weights`.
+    """
+    width = spec.num_layers * size
+    table = MatrixPlan(
+        (Part(names.layer_inputs, spec.vocab_size),), width, scale=math.sqrt(size / 2)
+    )
+    product = _stacked("", (names.layer_inputs_product,), (width,), spec.hidden_size, biased=False)
+    return {LAYER_INPUTS: table, f"{LAYER_INPUTS}.product": product}
+
+
+def _layer_input_matrices(
+    spec: ArchSpec, size: int, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """What reads the stream as it is in the model, and what is added to it."""
+    gate = _stacked(prefix, (names.layer_input_gate,), (size,), spec.hidden_size, biased=False)
+    out = _stacked(prefix, (names.layer_input_out,), (spec.hidden_size,), size, biased=False)
+    return {
+        role + "input_gate": replace(gate, scale=spec.stream_scale or 1.0),
+        role + "input_out": out,
+    }
 
 
 def _norm(names: TensorNames, tensor: str, size: int, scale: float | None = None) -> VectorPlan:
@@ -175,33 +220,37 @@ def _layer_norms(
 
 
 def _head_vectors(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+    spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, VectorPlan]:
     """Norms of queries and keys, and sinks, of a layer with attention."""
     found = {}
     if spec.qk_norm:
-        sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
+        size = spec.heads_of(layer).head_size
+        sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (size, size)
         found["q_norm"] = _norm(names, prefix + names.q_norm, sizes[0])
-        found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
+        if spec.kv_source(layer) == layer:
+            found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
     if spec.attention_sinks:
         found["sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
     return {role + name: vector for name, vector in found.items()}
 
 
 def _attention_matrices(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str, inputs: int
+    spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, MatrixPlan]:
-    """Attention's projections of `inputs`, and what makes gates.
+    """Attention's projections of what a layer reads, and what makes gates.
 
     Unless gates have a tensor of their own, each head's is below its query.
     """
-    o = _stacked(prefix, names.o, (spec.hidden_size,), spec.attended_size, biased=spec.o_bias)
+    inputs, widths = spec.attention_inputs(layer), spec.qkv_parts(layer)
+    attended = widths[0] if spec.latent is None else spec.attended_size
+    o = _stacked(prefix, names.o, (spec.hidden_size,), attended, biased=spec.o_bias)
     found = {role + "o": replace(o, scale=spec.output_scale)}
     if spec.latent is not None:
         return found | _latent_matrices(spec, spec.latent, names, role, prefix)
-    widths = (spec.q_size, spec.kv_size, spec.kv_size)
     if not spec.attention_gate or names.attention_gate is not None:
-        qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
+        parts = names.qkv[: len(widths)]
+        qkv = _stacked(prefix, parts, widths, inputs, biased=spec.qkv_bias)
         found[role + "qkv"] = qkv
     if not spec.attention_gate:
         return found
@@ -210,9 +259,9 @@ def _attention_matrices(
         return found | {role + "attention_gate": own}
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
     q, gate = _by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)
-    parts = (*q, *map(Part, others, widths[1:]))
+    joined = (*q, *map(Part, others, widths[1:]))
     gates = MatrixPlan(gate, inputs)
-    return found | {role + "qkv": MatrixPlan(parts, inputs), role + "attention_gate": gates}
+    return found | {role + "qkv": MatrixPlan(joined, inputs), role + "attention_gate": gates}
 
 
 def _by_head(
@@ -430,6 +479,7 @@ def unused_tensors(
         name
         for name in found
         if name not in wanted
+        and name not in plan.left
         and not name.endswith(names.ignored)
         and not name.startswith((*names.images, *names.further))
         and not (tied and name == names.head)

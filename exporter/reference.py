@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from onnxport.exporter import rope
 from onnxport.exporter.linear_reference import convolve, delta_net, softplus
+from onnxport.exporter.plan import EMBEDDING, LAYER_INPUTS
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
@@ -25,8 +26,8 @@ Array = NDArray[np.float32]
 class WeightSource(Protocol):
     """Applies a model's weights by role; each is asked for once, in the order of execution."""
 
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
-        """Rows of the embedding table, float32 [num_tokens, hidden_size]."""
+    def embed(self, token_ids: NDArray[np.int64], role: str = EMBEDDING) -> Array:
+        """Rows of the embedding table, float32 [num_tokens, hidden_size], or of another one."""
         ...
 
     def vector(self, role: str) -> Array:
@@ -116,6 +117,8 @@ def _normed(
     """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
+    told = _layer_inputs(spec, weights, token_ids, hidden)
+    kept: dict[int, tuple[Array, Array]] = {}
     for layer in range(spec.num_layers):
         if layer == 0 and states is not None:
             read, hidden = _read_states(spec, weights, hidden, states)
@@ -124,9 +127,10 @@ def _normed(
         if spec.is_linear(layer):
             attended = _attend_linearly(spec, layer, weights, read)
         else:
-            attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
+            attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)], kept)
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
+            told = told[logits_indices]
         projected = weights.linear(f"layers.{layer}.o", attended)
         added = _output(spec, weights, f"layers.{layer}.o", projected)
         if spec.parallel_layers:
@@ -136,7 +140,32 @@ def _normed(
         hidden = hidden + added
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
         hidden = hidden + _feed_forward(spec, layer, weights, read)
+        hidden = _end(spec, layer, weights, hidden, told)
     return _norm(spec, weights, "final_norm", hidden), hidden
+
+
+def _layer_inputs(
+    spec: ArchSpec, weights: WeightSource, token_ids: NDArray[np.int64], embedded: Array
+) -> Array:
+    """What layers are told of each token, [num_tokens, num_layers, layer_input_size]."""
+    if spec.layer_input_size is None:
+        return np.empty((len(token_ids), 0, 0), np.float32)
+    shape = (len(token_ids), spec.num_layers, spec.layer_input_size)
+    found = weights.embed(token_ids, LAYER_INPUTS).reshape(shape)
+    product = weights.linear(f"{LAYER_INPUTS}.product", embedded).reshape(shape)
+    return found + _rms_norm(product, weights.vector(f"{LAYER_INPUTS}.norm"), spec.inner_eps)
+
+
+def _end(
+    spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told: Array
+) -> Array:
+    """The stream behind a layer: what it was told goes in, and it may be scaled."""
+    role = f"layers.{layer}."
+    if spec.layer_input_size is not None:
+        gate = _ACTIVATIONS[spec.hidden_act](weights.linear(role + "input_gate", hidden))
+        added = weights.linear(role + "input_out", gate * told[:, layer])
+        hidden = hidden + _output(spec, weights, role + "input_out", added)
+    return hidden * weights.vector(role + "scale") if spec.layer_scales else hidden
 
 
 def _read_states(
@@ -250,13 +279,21 @@ def _output(spec: ArchSpec, weights: WeightSource, role: str, output: Array) -> 
 
 
 def _attend(
-    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, tables: tuple[Array, Array]
+    spec: ArchSpec,
+    layer: int,
+    weights: WeightSource,
+    x: Array,
+    tables: tuple[Array, Array],
+    kept: dict[int, tuple[Array, Array]],
 ) -> Array:
-    """Causal self-attention; [num_tokens, hidden] to [num_tokens, attended_size]."""
+    """Causal self-attention; [num_tokens, hidden] to [num_tokens, attended_size].
+
+    `kept` are keys and values of the layers before, and takes those of this one.
+    """
     if spec.latent is not None:
         heads = _of_latents(spec, spec.latent, layer, weights, x, tables)
     else:
-        heads = _of_heads(spec, layer, weights, x, tables)
+        heads = _of_heads(spec, layer, weights, x, tables, kept)
     result = _mixed(spec, layer, weights, *heads)
     if spec.attention_gate:
         result *= _sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
@@ -264,25 +301,37 @@ def _attend(
 
 
 def _of_heads(
-    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, tables: tuple[Array, Array]
+    spec: ArchSpec,
+    layer: int,
+    weights: WeightSource,
+    x: Array,
+    tables: tuple[Array, Array],
+    kept: dict[int, tuple[Array, Array]],
 ) -> tuple[Array, Array, Array]:
     """Queries, keys and values of all query heads, [num_tokens, num_heads, head_size] each."""
-    tokens = len(x)
+    tokens, size = len(x), spec.heads_of(layer).head_size
     qkv = weights.linear(f"layers.{layer}.qkv", x)
-    edges = [spec.q_size, spec.q_size + spec.kv_size]
+    edges = np.cumsum(spec.qkv_parts(layer))[:-1]
     whole = np.split(qkv, edges, axis=-1)
-    heads = [part.reshape(tokens, -1, spec.head_size) for part in whole]
+    heads = [part.reshape(tokens, -1, size) for part in whole]
     if spec.qk_norm_last:
         return _turned(spec, layer, weights, heads, tables)
+    if len(heads) == 2:  # keys are values
+        heads.append(heads[1])
     if spec.qk_norm:
-        for at, name in enumerate(("q_norm", "k_norm")):
+        for at, name in enumerate(("q_norm", "k_norm")[: len(whole)]):
             normed = whole[at] if spec.whole_qk_norm else heads[at]
             normed = _rms_norm(normed, weights.vector(f"layers.{layer}.{name}"), spec.inner_eps)
             heads[at] = normed.reshape(heads[at].shape)
-    q, k, v = heads
     if spec.rotates(layer):
         embedding = spec.rope_of(layer)
-        q, k = _rotate(q, tables, embedding), _rotate(k, tables, embedding)
+        heads[:2] = [_rotate(one, tables, embedding) for one in heads[:2]]
+    if len(heads) == 1:
+        return _of_each_query(spec, heads[0], *kept[spec.kv_source(layer)])
+    q, k, v = heads
+    if spec.value_norm:
+        v = _rms_norm(v, np.ones(size, np.float32), spec.inner_eps)
+    kept[layer] = k, v
     return _of_each_query(spec, q, k, v)
 
 
@@ -307,7 +356,7 @@ def _turned(
 
 def _of_each_query(spec: ArchSpec, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Keys and values for each query head, and these."""
-    shared = spec.num_heads // spec.num_kv_heads
+    shared = spec.num_heads // k.shape[1]
     return q, np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
 
 
@@ -355,7 +404,7 @@ def _mixed(
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
     seen = scores[..., :tokens]
-    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, spec.attended_size)
+    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, -1)
     return result
 
 

@@ -61,6 +61,7 @@ ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
             "long_factor",
         }
     ),
+    "proportional": frozenset({"factor"}),
 }
 _ALIASES: Final = {"su": "longrope"}  # what the first Phi-3 called it
 
@@ -114,11 +115,15 @@ def rope_from(
     if kind == "longrope":
         longest = trained if context_length is None else context_length
         fields["factors"] = _factors(config, values, longest > fields["original_context_length"])
+    rotary_dim = int(head_size * partial)
+    if kind == "proportional":
+        fields["factor"] = _number(config, values, "factor", 1.0)
+        fields["rotated_pairs"], rotary_dim = int(partial * head_size // 2), head_size
     try:
         rope = RopeSpec(
             type=kind,
             theta=_number(config, values, "rope_theta", 10_000.0),
-            rotary_dim=int(head_size * partial),
+            rotary_dim=rotary_dim,
             **fields,
         )
     except ValueError as error:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnxport.exporter import rope
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import EMBEDDING, EXPERTS, HEAD, MatrixPlan, Part, WeightPlan
+from onnxport.exporter.plan import EMBEDDING, EXPERTS, HEAD, TABLES, MatrixPlan, Part, WeightPlan
 from onnxport.exporter.quantize import BlockFormat
 from onnxport.exporter.target import Target, to_dtype
 from onnxport.graphs.artifact_writer import ArtifactWriter
@@ -106,13 +106,13 @@ class StreamingWeights:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
+    def embed(self, token_ids: NDArray[np.int64], role: str = EMBEDDING) -> Array:
         """See `WeightSource`. Stores the table now, or with the head if they are tied."""
-        plan = self._plan.matrices[EMBEDDING]
-        block = block_of(EMBEDDING, plan, self._options)
+        plan = self._plan.matrices[role]
+        block = block_of(role, plan, self._options)
         (name,) = (part.tensor for part in plan.parts)
         rows = [to_float32(self._checkpoint.read_rows(name, int(i), int(i) + 1)) for i in token_ids]
-        values = np.concatenate(rows)
+        values = _times(np.concatenate(rows), plan.scale)
         target = Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
         embedded = np.empty_like(values)
         steps = None
@@ -122,10 +122,10 @@ class StreamingWeights:
                 for i in token_ids
             ]
             told = [one for one in found if one is not None]
-            steps = np.concatenate(told) if told else None
+            steps = _times(np.concatenate(told), plan.scale) if told else None
         target.convert(name, values, slice(0, len(token_ids)), embedded, steps)
-        if not self._tied:
-            self._store(EMBEDDING, None, by_rows=True)
+        if role != EMBEDDING or not self._tied:
+            self._store(role, None, by_rows=True)
         return embedded
 
     def vector(self, role: str) -> Array:
@@ -317,7 +317,7 @@ def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat
     """How a matrix is quantized; None: it is not."""
     if plan.is_exact:
         return None
-    is_head, is_expert = role in {HEAD, EMBEDDING}, role.endswith(EXPERTS)
+    is_head, is_expert = role in {HEAD, *TABLES}, role.endswith(EXPERTS)
     return options.block(head=is_head, experts=is_expert, whole=plan.whole_blocks)
 
 
@@ -329,7 +329,7 @@ def may_move_zero(
     In an asymmetric format all may. Integers of fewer bits than a block has fit without. Head and
     embedding may be one table, and experts are no MatMulNBits: these have none.
     """
-    if block is None or role in {HEAD, EMBEDDING} or role.endswith(EXPERTS):
+    if block is None or role in {HEAD, *TABLES} or role.endswith(EXPERTS):
         return False
     if block.is_asymmetric:
         return True

@@ -48,7 +48,8 @@ class PagedAttentionNode:
 
     name: str
     inputs: tuple[str, ...]  # by PagedInput, "" where omitted
-    # attention [num_tokens, num_heads * v_head_size], present key, present value or ""
+    # attention [num_tokens, num_heads * v_head_size], present key, present value or ""; without
+    # the latter two it reads what another layer's node has written, see `writes`
     outputs: tuple[str, str, str]
     num_heads: int
     kv_num_heads: int
@@ -77,6 +78,15 @@ class PagedAttentionNode:
     def is_packed(self) -> bool:
         """Whether the query input holds keys and values too."""
         return not self.inputs[PagedInput.KEY]
+
+    @property
+    def writes(self) -> bool:
+        """Whether the new keys and values are its layer's own, and go to the cache.
+
+        Otherwise its caches are the outputs of another layer's node, and hold these already. To
+        write them again, as the operator does, changes nothing.
+        """
+        return bool(self.outputs[1])
 
     @property
     def is_latent(self) -> bool:
@@ -114,9 +124,10 @@ def is_paged_attention(node: onnx.NodeProto) -> bool:
 def attention_nodes(model: onnx.ModelProto) -> list[PagedAttentionNode]:
     """Every paged attention of a model, in graph order, which is the layers' order.
 
-    Raises ArtifactError for an attribute that is not understood or a cache that is no 4-D input.
+    Raises ArtifactError for an attribute that is not understood or a cache that is no 4-D input,
+    or 4-D output of another one.
     """
-    shapes = {info.name: _dims(info) for info in model.graph.input}
+    shapes = {info.name: _dims(info) for info in (*model.graph.input, *model.graph.output)}
     return [
         read_paged_attention(node, shapes) for node in model.graph.node if is_paged_attention(node)
     ]
@@ -125,11 +136,11 @@ def attention_nodes(model: onnx.ModelProto) -> list[PagedAttentionNode]:
 def read_paged_attention(
     node: onnx.NodeProto, shapes: Mapping[str, tuple[int | str, ...]]
 ) -> PagedAttentionNode:
-    """Read one node; `shapes` are those of the graph inputs, which give the head size.
+    """Read one node; `shapes` are those of the graph's inputs and outputs, for the head size.
 
     Raises:
         ArtifactError: An attribute is missing or not understood, a latent cache has what it cannot
-            have, or the cache is no graph input
+            have, or the cache is no graph input (or, where it is read only, output)
             [num_blocks, block_size, kv_heads, head_size] with a fixed head size.
     """
     from onnx import helper
@@ -145,10 +156,12 @@ def read_paged_attention(
         raise ArtifactError(f"PagedAttention {node.name!r} lacks {missing}")
     is_latent = given.get("kv_cache_layout") == "LATENT"
     num_outputs = 2 if is_latent else 3
-    if len(node.input) > len(PagedInput) or len(node.output) != num_outputs:
+    reads = len(node.output) == 1 and not is_latent
+    if len(node.input) > len(PagedInput) or not (reads or len(node.output) == num_outputs):
         raise ArtifactError(
             f"PagedAttention {node.name!r} has {len(node.input)} inputs and {len(node.output)} "
-            f"outputs; at most {len(PagedInput)} and exactly {num_outputs} are understood"
+            f"outputs; at most {len(PagedInput)} and exactly {num_outputs} are understood, or 1 "
+            "output where it reads what another one has written"
         )
     inputs = (*node.input, *[""] * (len(PagedInput) - len(node.input)))
     shape = shapes.get(inputs[PagedInput.KEY_CACHE], ())
@@ -175,7 +188,7 @@ def read_paged_attention(
     return PagedAttentionNode(
         name=node.name,
         inputs=inputs,
-        outputs=(node.output[0], node.output[1], "" if is_latent else node.output[2]),
+        outputs=_three(*node.output),
         num_heads=value["num_heads"],
         kv_num_heads=value["kv_num_heads"],
         head_size=head_size,
@@ -231,6 +244,10 @@ def rotary_dim(
     if name not in initializers or len(initializers[name].dims) != 2:
         return None
     return 2 * int(initializers[name].dims[1])
+
+
+def _three(attention: str, key: str = "", value: str = "") -> tuple[str, str, str]:
+    return attention, key, value
 
 
 def _head_size(elements: int, granularity: str) -> int | None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ArchSpec
+
+# Names of tensors that belong to no layer, but for the head, and what layers' names begin with.
+_OF_MODEL: Final = (
+    *("embedding", "final_norm", "layer"),
+    *("layer_inputs", "layer_inputs_product", "layer_inputs_norm"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,15 @@ class TensorNames:
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
+    layer_scale: str = "layer_scalar"
+    # Of what each layer is told of a token: the table, the product of the embedding and the norm of
+    # what that gives; and of a layer, what reads the stream, what is added to it, and its norm.
+    layer_inputs: str = "model.embed_tokens_per_layer.weight"
+    layer_inputs_product: str = "model.per_layer_model_projection"
+    layer_inputs_norm: str = "model.per_layer_projection_norm.weight"
+    layer_input_gate: str = "per_layer_input_gate"
+    layer_input_out: str = "per_layer_projection"
+    layer_input_norm: str = "post_per_layer_input_norm.weight"
     # Of layers without attention. The products' inputs are one of queries, keys and values, those
     # of the gate, of beta and of the decay; or, where rows of each key head lie together, one of
     # the first two and one of the others.
@@ -80,6 +96,10 @@ class TensorNames:
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
     images: tuple[str, ...] = ()  # prefixes of the part that reads images
     further: tuple[str, ...] = ()  # prefixes of what guesses a token behind the next one
+
+    def moved(self, move: Callable[[str], str]) -> TensorNames:
+        """The names with another prefix, but for the head's, which lies beside the model."""
+        return replace(self, **{name: move(getattr(self, name)) for name in _OF_MODEL})
 
     def fit(self, found: frozenset[str]) -> bool:
         """Whether a checkpoint with the tensors `found` may be named so."""
@@ -120,9 +140,4 @@ class Family:
 
 def _without_head(names: TensorNames) -> TensorNames:
     """The names in a model that was saved without its head, and so without the prefix."""
-    return replace(
-        names,
-        embedding=names.embedding.removeprefix("model."),
-        final_norm=names.final_norm.removeprefix("model."),
-        layer=names.layer.removeprefix("model."),
-    )
+    return names.moved(lambda name: name.removeprefix("model."))

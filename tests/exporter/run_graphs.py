@@ -100,12 +100,13 @@ class PagedRunner:
         self._session = session
         order = np.random.default_rng(0).permutation(2 * 32).astype(np.int32)
         self._table = order.reshape(2, 32)
-        shape = (order.size, BLOCK_SIZE, spec.num_kv_heads, spec.head_size)
-        self._caches = {
-            name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
-            for layer in spec.cached_layers
-            for name, _ in contract.cache_names(layer, spec.cache_parts)
-        }
+        self._caches = {}
+        for layer in spec.cached_layers:
+            heads = spec.heads_of(layer)
+            shape = (order.size, BLOCK_SIZE, heads.num_kv_heads, heads.head_size)
+            for name, _ in contract.cache_names(layer, spec.cache_parts):
+                cache = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+                self._caches[name] = cache
         self._caches |= _states(spec)
         self._has_states = spec.linear is not None
         self._state = 0
