@@ -409,9 +409,14 @@ class ArchSpec:
         return len({(kind.head_size, kind.num_kv_heads) for kind in kinds}) <= 1
 
     @property
+    def has_mixed_layers(self) -> bool:
+        """Whether layers have other heads than others, or read their keys and values."""
+        return self.global_heads is not None or self.shared_kv_layers is not None
+
+    @property
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
-        return self.latent is None and self.global_heads is None and self.shared_kv_layers is None
+        return self.latent is None and not self.has_mixed_layers
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads, most often its own."""

@@ -47,6 +47,7 @@ from onnxport.providers.placement import check_host_operators, host_operators, p
 from onnxport.providers.pool import PoolPlan, plan_pool
 from onnxport.providers.recipe import Recipe
 from onnxport.providers.replay import DecodeReplay
+from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.states import refuse_states
 from onnxport.providers.step_memory import StepMemory
 
@@ -77,6 +78,7 @@ def load_on_device(
             "leave it out"
         )
     refuse_states(artifact, recipe.provider)
+    refuse_mixed_layers(artifact, recipe.provider)
     tells = check_hidden_layers(artifact, options) > 0 or artifact.manifest.model.draft is not None
     if options.capture_graphs and tells:
         raise ProviderError(

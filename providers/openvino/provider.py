@@ -45,6 +45,7 @@ from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.pool import PoolPlan, check_weights, converted_bytes, plan_pool
+from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.states import refuse_states
 
 logger = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ class OpenVinoProvider:
         refuse_hidden_states(artifact, options, self.name)
         refuse_latents(artifact, self.name)
         refuse_states(artifact, self.name)
+        refuse_mixed_layers(artifact, self.name)
         core = new_core()
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
         _check_attention(options)

@@ -92,6 +92,7 @@ class Case:
     context_length: int | None = None  # of the export
     inside: str | None = None  # a model that reads images, too
     mxfp4: bool = False  # experts of one tensor are stored in it
+    centres: Mapping[str, float] = field(default_factory=dict)  # as CENTRES
 
 
 def _rope(kind: str, **values: Any) -> Case:
@@ -278,6 +279,7 @@ CASES: Mapping[str, Case] = {
             "use_double_wide_mlp": True,
             "num_key_value_heads": 1,
         },
+        centres={"q_norm.weight": 0.4},  # as scores are not scaled
     ),
     "gemma4-images": Case(
         "gemma4_text",
@@ -821,7 +823,8 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
     model = models.from_config(configuration(case))
     for name, parameter in model.named_parameters():
         centre = 1.0 if "norm" in name and case.family not in OFFSET_NORMS else 0.0
-        centre = next((one for end, one in CENTRES.items() if name.endswith(end)), centre)
+        centres = {**CENTRES, **case.centres}
+        centre = next((one for end, one in centres.items() if name.endswith(end)), centre)
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre
     for name, buffer in model.named_buffers():

@@ -24,6 +24,7 @@ PARAMETERS: dict[str, Any] = {
     "beta_slow": 1.0,
     "truncate": True,
     "factors": (1.0,) * 16,
+    "rotated_pairs": 4,
 }
 
 
