@@ -91,7 +91,7 @@ class _Decoder:
                     delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
                     continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
-                delta = self.mlp(layer, read)
+                delta = self.mlp(layer, read, hidden)
                 if told or spec.layer_scales:
                     end = self.end(layer, hidden, delta, told[layer] if told else "")
                     hidden, delta = end, ""
@@ -252,12 +252,17 @@ class _Decoder:
         normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
-    def mlp(self, layer: int, x: str) -> str:
-        """What the feed-forward layer adds, `down(act(gate) * up)` or that of experts."""
+    def mlp(self, layer: int, x: str, hidden: str = "") -> str:
+        """What the feed-forward layer adds, `down(act(gate) * up)` or that of experts.
+
+        It reads x, and experts apart from a shared layer the stream.
+        """
         experts, role = self.spec.experts_of(layer), f"layers.{layer}"
         if experts is None:
             return self.output(f"{role}.down", self.dense(role, x))
-        added = self.experts(layer, experts, x)
+        if experts.apart:
+            return self.output(f"{role}.down", self.experts_apart(layer, experts, x, hidden))
+        added = self.experts(layer, experts, x, x)
         if experts.shared_size is not None:
             added = self.g.node("Add", [added, self.shared(layer, experts, x)], name="added")
         return self.output(f"{role}.down", added)
@@ -284,10 +289,27 @@ class _Decoder:
             part = g.node("Sigmoid", [self.linear(f"{role}.gate", x)], name="part")
             return g.node("Mul", [y, part], name="weighted")
 
-    def experts(self, layer: int, experts: ExpertsSpec, x: str) -> str:
-        """A router, and the experts that it chooses for each token."""
+    def experts_apart(self, layer: int, experts: ExpertsSpec, x: str, hidden: str) -> str:
+        """What a shared layer makes of x, and experts of the stream, normalized and added."""
+        g, role = self.g, f"layers.{layer}"
+        routed, _ = self.norm(hidden, "", f"{role}.router_norm")
+        read, _ = self.norm(hidden, "", f"{role}.experts_norm")
+        parts = (
+            ("shared_out_norm", self.shared(layer, experts, x)),
+            ("experts_out_norm", self.experts(layer, experts, read, routed)),
+        )
+        normed = [
+            ops.rms_norm(
+                g, made, g.weight(self.weights.vectors[f"{role}.{name}"]), self.spec.inner_eps, name
+            )
+            for name, made in parts
+        ]
+        return g.node("Add", normed, name="added")
+
+    def experts(self, layer: int, experts: ExpertsSpec, x: str, routed: str) -> str:
+        """The experts of x that a router chooses for each token by what it reads."""
         g, matrices = self.g, self.weights.matrices
-        logits = self.linear(f"layers.{layer}.router", x)
+        logits = self.linear(f"layers.{layer}.router", routed)
         correction = ""
         if experts.corrected:
             correction = g.weight(self.weights.vectors[f"layers.{layer}.correction"])
@@ -323,7 +345,12 @@ class _Decoder:
             logits,
             weights,
             routing,
-            Swiglu(alpha=alpha, up_offset=offset, limit=experts.limit),
+            Swiglu(
+                alpha=alpha,
+                up_offset=offset,
+                limit=experts.limit,
+                is_gelu=self.spec.hidden_act == "gelu_tanh",
+            ),
             dtype=activation_dtype(self.weights),
             flatten=len(self.leading) > 1,
             accuracy_level=ACCURACY_LEVEL,

@@ -65,6 +65,7 @@ class MatrixPlan:
     by_rows: bool = False  # where it is not quantized, it is stored [N, K]
     # It is not quantized, and each part is stored [K, rows of a part], one behind the other.
     apart: bool = False
+    part_scales: str | None = None  # tensor [parts]: what each part is multiplied with besides
 
     @property
     def rows(self) -> int:
@@ -105,6 +106,8 @@ class WeightPlan:
                 {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
             )
             shapes.update(matrix.biases)
+            if matrix.part_scales is not None:
+                shapes[matrix.part_scales] = (len(matrix.parts),)
         shapes.update({vector.tensor: vector.shape for vector in self.vectors.values()})
         return shapes
 
@@ -151,6 +154,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             matrices.update(_feed_forward(spec, role, prefix, parts, spec.inner_size(layer)))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
+            if experts.apart:
+                vectors.update(_norms_of_experts(spec.hidden_size, names, role, prefix))
             if experts.corrected:
                 dims = (*names.correction_axes, experts.count)
                 tensor = prefix + names.correction
@@ -349,6 +354,20 @@ def _latent_matrices(
     return {role + name: one for name, one in found.items()}
 
 
+def _norms_of_experts(
+    hidden: int, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """Norms that experts apart from a shared layer have."""
+    tensors = {
+        "experts_norm": names.experts_norm,
+        "experts_out_norm": names.experts_out_norm,
+        "shared_out_norm": names.shared_out_norm,
+    }
+    found = {role + one: _norm(names, prefix + name, hidden) for one, name in tensors.items()}
+    router = VectorPlan(prefix + names.router_norm, (hidden,), scale=hidden**-0.5)
+    return found | {role + "router_norm": router}
+
+
 def _feed_forward(
     spec: ArchSpec,
     role: str,
@@ -421,7 +440,13 @@ def _expert_matrices(
             by_rows=True,
         ),
         role + "experts.down": MatrixPlan(
-            down, inner, second, scale=scale, whole_blocks=whole, by_rows=True
+            down,
+            inner,
+            second,
+            scale=scale,
+            whole_blocks=whole,
+            by_rows=True,
+            part_scales=prefix + names.expert_scales if experts.apart else None,
         ),
     }
     if experts.shared_size is not None:

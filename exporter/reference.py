@@ -139,7 +139,7 @@ def _normed(
             continue
         hidden = hidden + added
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
-        hidden = hidden + _feed_forward(spec, layer, weights, read)
+        hidden = hidden + _feed_forward(spec, layer, weights, read, hidden)
         hidden = _end(spec, layer, weights, hidden, told)
     return _norm(spec, weights, "final_norm", hidden), hidden
 
@@ -205,25 +205,59 @@ def _norm(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Ar
     return _rms_norm(hidden, weights.vector(role), spec.rms_norm_eps)
 
 
-def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
-    """What the feed-forward layer adds; [num_tokens, hidden]."""
+def _feed_forward(
+    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, hidden: Array | None = None
+) -> Array:
+    """What the feed-forward layer adds; [num_tokens, hidden].
+
+    It reads x, and experts apart from a shared layer the stream, `hidden`.
+    """
     experts, prefix = spec.experts_of(layer), f"layers.{layer}."
     if experts is None:
         output = _dense(spec, prefix, weights, x)
+    elif experts.apart:
+        assert hidden is not None
+        routed, read = (
+            _norm(spec, weights, prefix + name, hidden) for name in ("router_norm", "experts_norm")
+        )
+        made = (
+            ("shared_out_norm", _dense(spec, f"{prefix}shared.", weights, x)),
+            ("experts_out_norm", _of_experts(spec, experts, prefix, weights, read, routed)),
+        )
+        normed = [
+            _rms_norm(one, weights.vector(prefix + name), spec.inner_eps) for name, one in made
+        ]
+        output = normed[0] + normed[1]
     else:
-        logits = weights.linear(prefix + "router", x)
-        correction = weights.vector(prefix + "correction") if experts.corrected else None
-        parts = _routing(experts, logits, correction)
-        joined = weights.linear(prefix + "experts.gate_up", x)
-        halves = joined.reshape(len(x), experts.count, 2, experts.size)
-        gated = _gated(experts, halves[:, :, 0], halves[:, :, 1]) * parts[..., None]
-        output = weights.sum_of_experts(prefix + "experts.down", gated, parts)
+        output = _of_experts(spec, experts, prefix, weights, x, x)
         if experts.shared_size is not None:
             shared = _dense(spec, f"{prefix}shared.", weights, x)
             if experts.shared_gated:
                 shared *= _sigmoid(weights.linear(f"{prefix}shared.gate", x))
             output = output + shared
     return _output(spec, weights, prefix + "down", output)
+
+
+def _of_experts(
+    spec: ArchSpec,
+    experts: ExpertsSpec,
+    prefix: str,
+    weights: WeightSource,
+    x: Array,
+    routed: Array,
+) -> Array:
+    """What experts make of x, chosen by what the router reads; [num_tokens, hidden]."""
+    logits = weights.linear(prefix + "router", routed)
+    correction = weights.vector(prefix + "correction") if experts.corrected else None
+    parts = _routing(experts, logits, correction)
+    joined = weights.linear(prefix + "experts.gate_up", x)
+    halves = joined.reshape(len(x), experts.count, 2, experts.size)
+    gate, up = halves[:, :, 0], halves[:, :, 1]
+    if spec.hidden_act == "gelu_tanh":
+        gated = _gelu_tanh(gate) * up
+    else:
+        gated = _gated(experts, gate, up)
+    return weights.sum_of_experts(prefix + "experts.down", gated * parts[..., None], parts)
 
 
 def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:

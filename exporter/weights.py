@@ -226,6 +226,7 @@ class StreamingWeights:
         step = max(1, _PANEL_ELEMENTS // plan.columns)
         spans = []
         start = 0
+        scales = self._part_scales(plan)
         for at, part in enumerate(plan.parts):
             for i in range(0, part.rows, part.rows if part.is_transposed else step):
                 end = part.rows if part.is_transposed else min(part.rows, i + step)
@@ -234,10 +235,10 @@ class StreamingWeights:
                     place = start - at % 2 * part.rows + 2 * i + at % 2
                 else:
                     place = start + i
-                spans.append((read, start + i, place))
+                spans.append((read, start + i, place, scales[at]))
             start += part.rows
         ahead: Future[_Rows] | None = None
-        for index, (read, row, place) in enumerate(spans):
+        for index, (read, row, place, scale) in enumerate(spans):
             current = ahead or self._pool.submit(self._read, *read)
             ahead = None
             raw = current.result()
@@ -246,7 +247,16 @@ class StreamingWeights:
             # What is in MXFP4 counts as the floats that it stands for, kept or not.
             keeps = block is not None and block.is_fp4
             size = len(raw[0]) * plan.columns * 4 if keeps else raw[0].nbytes
-            yield _Panel(read[0].tensor, raw, size, row, place, 2 if plan.interleaved else 1)
+            step_rows = 2 if plan.interleaved else 1
+            yield _Panel(read[0].tensor, raw, size, row, place, step_rows, scale)
+
+    def _part_scales(self, plan: MatrixPlan) -> list[float]:
+        """What each part is multiplied with."""
+        if plan.part_scales is None:
+            return [plan.scale] * len(plan.parts)
+        raw = self._checkpoint.read(plan.part_scales)
+        self._on_bytes(raw.nbytes)
+        return [plan.scale * float(one) for one in to_float32(raw)]
 
     def _read(
         self, part: Part, columns: int, first: int, end: int, block: BlockFormat | None
@@ -289,7 +299,7 @@ class StreamingWeights:
             if target.keeps:
                 target.keep(panel.name, raw[0], raw[1], panel.places(first, last), meant)
             else:
-                values, *steps = (_times(to_float32(one), plan.scale) for one in raw)
+                values, *steps = (_times(to_float32(one), panel.scale) for one in raw)
                 kept = target.convert(panel.name, values, panel.places(first, last), meant, *steps)
             if product is not None and meant is not None:
                 product.add(meant, slice(panel.start + first, panel.start + last))
@@ -353,6 +363,7 @@ class _Panel:
     start: int  # first row, where parts lie one below the other
     place: int  # first row in the stored matrix
     step: int  # from there to the next one
+    scale: float  # what its numbers are multiplied with
 
     def places(self, first: int, last: int) -> slice:
         """Where some of the panel's rows are stored."""

@@ -207,9 +207,17 @@ class ArchSpec:
             or len(self.experts.layers) == self.num_layers,
             f"experts are {self.experts} for {self.num_layers} layers",
         )
+        bounded = self.experts and (
+            self.experts.alpha or self.experts.up_offset or self.experts.limit
+        )
         require(
-            self.experts is None or self.hidden_act == "silu",
-            f"experts have the activation silu, hidden_act is {self.hidden_act!r}",
+            not bounded or self.hidden_act == "silu",
+            f"experts with alpha, up_offset or limit have the activation silu, hidden_act is "
+            f"{self.hidden_act!r}",
+        )
+        require(
+            self.experts is None or not self.experts.apart or bool(self.output_norms),
+            "experts apart need output_norms",
         )
         for name in _POSITIVE:
             value = getattr(self, name)

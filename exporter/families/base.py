@@ -65,6 +65,13 @@ class TensorNames:
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
+    # Of experts apart from a shared layer: norms of what router and experts read, and of what these
+    # and the shared layer make, and what each expert's output is times.
+    router_norm: str = "router.scale"
+    experts_norm: str = "pre_feedforward_layernorm_2.weight"
+    experts_out_norm: str = "post_feedforward_layernorm_2.weight"
+    shared_out_norm: str = "post_feedforward_layernorm_1.weight"
+    expert_scales: str = "router.per_expert_scale"
     layer_scale: str = "layer_scalar"
     # Of what each layer is told of a token: the table, the product of the embedding and the norm of
     # what that gives; and of a layer, what reads the stream, what is added to it, and its norm.

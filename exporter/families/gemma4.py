@@ -1,7 +1,8 @@
 """Gemma 4, text: Gemma 3 whose layers without a window have larger heads and turn a part of them.
 
 Small ones (E2B, E4B) are told of each token in every layer, by a table of its own, and their last
-layers read the keys and values of earlier ones.
+layers read the keys and values of earlier ones. One (26B-A4B) has experts beside each feed-forward
+layer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gemma import GELU, TENSORS
 from onnxport.exporter.families.wrapped import newer_names, wrapped
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
+from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 
@@ -70,6 +72,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
             layer_scales=True,
             layer_input_size=_layer_input_size(config, spec),
             logits_softcap=_cap(config),
+            experts=_experts(config, spec),
         )
     except ValueError as error:
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
@@ -82,12 +85,29 @@ def _check(config: Config) -> None:
         raise UnsupportedModelError(
             f"{config.path}: hidden_activation is {activation!r}; supported is {GELU!r}."
         )
-    if config.get("enable_moe_block", bool, False):
+
+
+def _experts(config: Config, spec: ArchSpec) -> ExpertsSpec | None:
+    """Experts beside a feed-forward layer, whose weights add up to 1; None: there are none."""
+    if not config.get("enable_moe_block", bool, False):
+        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    if config.get("num_kv_shared_layers", int, 0):
         raise UnsupportedModelError(
-            f"{config.path}: enable_moe_block is true; experts beside a feed-forward layer are not "
-            "supported for Gemma 4, only its dense models are."
+            f"{config.path}: enable_moe_block is true and num_kv_shared_layers is not 0; supported "
+            "is one of them, for Gemma 4."
         )
-    config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+    try:
+        return ExpertsSpec(
+            count=config.require("num_experts", int),
+            per_token=config.require("top_k_experts", int),
+            size=config.require("moe_intermediate_size", int),
+            normalized=True,
+            shared_size=spec.intermediate_size,
+            apart=True,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:
@@ -201,11 +221,23 @@ def _cap(config: Config) -> float | None:
     return found
 
 
+_DENSE: Final = replace(TENSORS, norm_offset=0.0)
+_WITH_EXPERTS: Final = replace(
+    _DENSE,
+    router="router.proj",
+    expert_gate_up=("experts.gate_up_proj",),
+    expert_down=("experts.down_proj",),
+    shared_gate_up=_DENSE.gate_up,
+    shared_down=_DENSE.down,
+)
+_OTHERS: Final = ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
+
 FAMILY: Final = Family(
     name="gemma4_text",
     architecture="Gemma4ForCausalLM",
     spec=read_spec,
-    tensors=replace(TENSORS, norm_offset=0.0),
+    tensors=_WITH_EXPERTS,
+    other_layouts=(_DENSE,),
 )
 WITH_IMAGES: Final = wrapped(
     FAMILY,
@@ -222,9 +254,5 @@ WITH_IMAGES: Final = wrapped(
         "rms_norm_eps": 1e-6,
         "vocab_size": 262_144,
     },
-    layouts=(
-        newer_names(
-            FAMILY.tensors, ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
-        ),
-    ),
+    layouts=(newer_names(_WITH_EXPERTS, _OTHERS), newer_names(_DENSE, _OTHERS)),
 )

@@ -281,6 +281,35 @@ CASES: Mapping[str, Case] = {
         },
         centres={"q_norm.weight": 0.4},  # as scores are not scaled
     ),
+    "gemma4-moe": Case(  # as 26B-A4B: experts beside a feed-forward layer
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+        torch.bfloat16,
+        centres={"router.scale": 1.0, "per_expert_scale": 1.0},
+    ),
+    "gemma4-moe-all": Case(  # every token is given to all experts, so that rounding chooses none
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 16,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "gemma4-images": Case(
         "gemma4_text",
         {

@@ -33,6 +33,7 @@ FAST = {
     "gemma3-images",
     "gemma4",
     "gemma4-images",
+    "gemma4-moe",
     "gemma4-shared",
     "glm4-moe",
     "granite",
