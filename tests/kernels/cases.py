@@ -14,7 +14,7 @@ LAYOUTS = {
     "int8": ("tiled",),
     "int4": ("tiled",),
 }
-HEAD_SIZES = [32, 40, 64, 64, 72, 80, 96, 104, 112, 128, 256]
+HEAD_SIZES = [32, 40, 64, 64, 72, 80, 96, 104, 112, 128, 256, 512]
 
 
 def lengths(rng: np.random.Generator) -> tuple[list[int], list[int]]:
