@@ -464,7 +464,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         source = spec.kv_source(layer)
         caches = names.cache_names(source, spec.cache_parts)
         if source != layer:
-            caches = [(present, "") for _, present in caches]
+            caches = tuple((present, "") for _, present in caches)
         return ops.paged_attention(
             g,
             qkv,

@@ -42,15 +42,21 @@ def declare_pools(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
     """Declare the paged caches of all layers that have some, in and out."""
     for layer in spec.cached_layers:
         heads = spec.heads_of(layer)
-        pool = [names.NUM_BLOCKS, names.BLOCK_SIZE, heads.num_kv_heads, heads.head_size]
+        pool: list[int | str] = [
+            names.NUM_BLOCKS,
+            names.BLOCK_SIZE,
+            heads.num_kv_heads,
+            heads.head_size,
+        ]
         _declare_caches(g, spec, layer, dtype, pool, pool)
 
 
 def declare_rows_of_caches(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
     """Likewise those of GroupQueryAttention, which are the sequences' own."""
     for layer in spec.cached_layers:
+        heads: list[int | str] = [names.BATCH, spec.num_kv_heads]
         past, total = (
-            [names.BATCH, spec.num_kv_heads, length, spec.head_size]
+            [*heads, length, spec.head_size]
             for length in ("past_sequence_length", "total_sequence_length")
         )
         _declare_caches(g, spec, layer, dtype, past, total)

@@ -8,8 +8,9 @@ where a layer with experts has `router`, `correction`, `experts.gate_up` and `ex
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
 dt_bias, norm}` for `qkv` and its norms. Where layers are told something of each token, there are
 `layer_inputs`, `layer_inputs.{product, norm}` and of each layer `input_gate`, `input_out` and
-`input_out_norm`; and `scale` where the stream behind it is times a number. A draft head has `features`, `joint_norm` or
-`apart_norm.N`, and `layers.0.hidden_norm` besides.
+`input_out_norm`; and `scale` where the stream behind it is times a number. Experts apart from a
+shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and `shared_out_norm`. A draft
+head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides.
 """
 
 from __future__ import annotations

@@ -156,9 +156,7 @@ def _layer_inputs(
     return found + _rms_norm(product, weights.vector(f"{LAYER_INPUTS}.norm"), spec.inner_eps)
 
 
-def _end(
-    spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told: Array
-) -> Array:
+def _end(spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told: Array) -> Array:
     """The stream behind a layer: what it was told goes in, and it may be scaled."""
     role = f"layers.{layer}."
     if spec.layer_input_size is not None:
@@ -253,10 +251,8 @@ def _of_experts(
     joined = weights.linear(prefix + "experts.gate_up", x)
     halves = joined.reshape(len(x), experts.count, 2, experts.size)
     gate, up = halves[:, :, 0], halves[:, :, 1]
-    if spec.hidden_act == "gelu_tanh":
-        gated = _gelu_tanh(gate) * up
-    else:
-        gated = _gated(experts, gate, up)
+    is_gelu = spec.hidden_act == "gelu_tanh"
+    gated = _gelu_tanh(gate) * up if is_gelu else _gated(experts, gate, up)
     return weights.sum_of_experts(prefix + "experts.down", gated * parts[..., None], parts)
 
 

@@ -66,6 +66,7 @@ def inverse_frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float
         return _llama3(rope, base)
     if rope.type == "proportional":
         assert rope.factor is not None
+        assert rope.rotated_pairs is not None
         turns = np.arange(len(base)) < rope.rotated_pairs
         return np.where(turns, base / rope.factor, 0.0)
     if rope.type == "yarn":

@@ -46,8 +46,8 @@ def group_layers(
     full waste memory of both. Where no division beats a single table, there is one, without a
     window unless all layers have the same.
 
-    Layers of other heads share no caches. So a place takes memory for each kind of heads that layers
-    have there, whichever group a block is of.
+    Layers of other heads share no caches. So a place takes memory for each kind of heads that
+    layers have there, whichever group a block is of.
 
     Args:
         windows: of each layer: tokens a query sees, its own included; None: all.

@@ -17,7 +17,9 @@ from numpy.typing import DTypeLike, NDArray
 from onnxport.errors import ProviderError
 from onnxport.providers.transfers import Blocks
 
-_STAY: Final = "stay where they are: their caches have several shapes, see Capabilities.moves_blocks"
+_STAY: Final = (
+    "stay where they are: their caches have several shapes, see Capabilities.moves_blocks"
+)
 
 # Takes a cache, [num_blocks, block_size, kv_heads, head_size] as the graph declares it, and
 # returns a view of the same memory: [num_blocks, kv_heads, …, …], where the axes after the heads

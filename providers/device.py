@@ -34,6 +34,7 @@ from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
 from onnxport.providers.failures import reported
 from onnxport.providers.hidden_states import check_hidden_layers, final_features
+from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -47,7 +48,6 @@ from onnxport.providers.placement import check_host_operators, host_operators, p
 from onnxport.providers.pool import PoolPlan, plan_pool
 from onnxport.providers.recipe import Recipe
 from onnxport.providers.replay import DecodeReplay
-from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.states import refuse_states
 from onnxport.providers.step_memory import StepMemory
 

@@ -11,6 +11,6 @@ def refuse_tiers(config: EngineConfig) -> None:
     tiers = [name for name in ("kv_host_memory", "kv_disk") if getattr(config, name)]
     if tiers:
         raise OptionError(
-            f"the heads of this model's layers differ, and blocks of their K/V have no form in which "
-            f"they could be kept elsewhere: {' and '.join(tiers)} must be left out"
+            "the heads of this model's layers differ, and blocks of their K/V have no form in "
+            f"which they could be kept elsewhere: leave out {' and '.join(tiers)}"
         )

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
 
 from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ArchSpec
-
-# Names of tensors that belong to no layer, but for the head, and what layers' names begin with.
-_OF_MODEL: Final = (
-    *("embedding", "final_norm", "layer"),
-    *("layer_inputs", "layer_inputs_product", "layer_inputs_norm"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +99,15 @@ class TensorNames:
 
     def moved(self, move: Callable[[str], str]) -> TensorNames:
         """The names with another prefix, but for the head's, which lies beside the model."""
-        return replace(self, **{name: move(getattr(self, name)) for name in _OF_MODEL})
+        return replace(
+            self,
+            embedding=move(self.embedding),
+            final_norm=move(self.final_norm),
+            layer=move(self.layer),
+            layer_inputs=move(self.layer_inputs),
+            layer_inputs_product=move(self.layer_inputs_product),
+            layer_inputs_norm=move(self.layer_inputs_norm),
+        )
 
     def fit(self, found: frozenset[str]) -> bool:
         """Whether a checkpoint with the tensors `found` may be named so."""

@@ -8,6 +8,7 @@ layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from onnxport.graphs.spec import ArchSpec, RopeSpec
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _ROPE_TYPES: Final = ("default", "linear", "proportional")
-_ROPES: Final = {
+_ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
     _FULL: {"rope_theta": 1_000_000.0, "rope_type": "proportional", "partial_rotary_factor": 0.25},
     _SLIDING: {"rope_theta": 10_000.0},
 }
@@ -130,15 +131,17 @@ def _windows(config: Config) -> tuple[int | None, ...]:
 def _ropes(config: Config) -> dict[str, dict[str, Any]]:
     """RoPE keys by layer type, of which there is no old spelling."""
     given = config.get("rope_parameters", dict, {})
-    if config.has("rope_scaling") or not all(
-        isinstance(given.get(kind), dict) and "rope_theta" in given[kind] for kind in given and _ROPES
-    ):
+    is_whole = all(isinstance(given.get(kind), dict) for kind in _ROPES) and all(
+        "rope_theta" in given[kind] for kind in _ROPES
+    )
+    if config.has("rope_scaling") or (given and not is_whole):
         raise UnsupportedModelError(
             f"{config.path}: rope_parameters is {given} and rope_scaling "
             f"{config.get('rope_scaling', object, None)}; supported is an object with a rope_theta "
             f"for each of {', '.join(_ROPES)} in the first, and nothing in the second."
         )
-    return rope_by_layer_type(config, {kind: {} for kind in _ROPES} if given else _ROPES, _FULL)
+    nothing: dict[str, Mapping[str, Any]] = {kind: {} for kind in _ROPES}
+    return rope_by_layer_type(config, nothing if given else _ROPES, _FULL)
 
 
 def _rope(
@@ -178,12 +181,14 @@ def _overrides(config: Config, spec: ArchSpec) -> tuple[int, int]:
     Raises UnsupportedModelError where it says something else, or something of other layers.
     """
     given = config.require("per_layer_config", dict)
-    layers = {str(layer) for layer, window in enumerate(spec.sliding_window) if window is None}
-    changes = {layer: given.get(layer, {}) for layer in layers}
-    first = next(iter(changes.values()))
+    layers = [layer for layer, window in enumerate(spec.sliding_window) if window is None]
+    # Transformers fills numbers up with zeros.
+    told = {int(key): one for key, one in given.items() if str(key).isdecimal()}
+    first = told.get(layers[0], {})
     is_known = (
-        set(map(str, given)) <= layers
-        and all(one == first for one in changes.values())
+        len(told) == len(given)
+        and set(told) <= set(layers)
+        and all(told.get(layer, {}) == first for layer in layers)
         and isinstance(first, dict)
         and set(first) <= _OVERRIDES
         and all(type(one) is int for one in first.values())
@@ -191,7 +196,7 @@ def _overrides(config: Config, spec: ArchSpec) -> tuple[int, int]:
     if not is_known:
         raise UnsupportedModelError(
             f"{config.path}: per_layer_config is {given}; supported are {sorted(_OVERRIDES)}, the "
-            f"same for each of the layers without a window, {', '.join(sorted(layers, key=int))}."
+            f"same for each of the layers without a window, {layers}."
         )
     return first.get("head_dim", spec.head_size), first.get(
         "num_key_value_heads", spec.num_kv_heads

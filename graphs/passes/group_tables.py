@@ -64,7 +64,9 @@ def _layer_numbers(layers: Sequence[PagedAttentionNode], groups: LayerGroups) ->
     own = [name for name, layer in zip(found, layers, strict=True) if layer.writes]
     # What reads the keys and values of another layer finds them by that layer's table.
     numbers |= {contract.present_key(number): number for number in range(count)}
-    if sorted(own) != sorted(map(contract.past_key, range(count))) or not numbers.keys() >= {*found}:
+    if sorted(own) != sorted(map(contract.past_key, range(count))) or not numbers.keys() >= {
+        *found
+    }:
         raise ArtifactError(
             f"group_tables: groups are of {count} layers, whose PagedAttention nodes read "
             f"{contract.past_key(0)} and so on; the graph's read {found}"

@@ -69,6 +69,8 @@ def set_kv_dtype(model: onnx.ModelProto, dtype: str) -> PassResult:
     if granularity := GRANULARITIES.get(dtype):
         for node in (node for node in copy.graph.node if is_paged_attention(node)):
             set_attribute(node, "k_quant_type", granularity)
-            if node.input[PagedInput.VALUE_CACHE]:  # of a latent cache the schema wants none for values
+            if node.input[
+                PagedInput.VALUE_CACHE
+            ]:  # of a latent cache the schema wants none for values
                 set_attribute(node, "v_quant_type", granularity)
     return PassResult("kv_dtype", copy, {f"caches to {dtype}": changed})

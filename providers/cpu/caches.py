@@ -74,9 +74,7 @@ def allocate(
     by_heads: dict[tuple[int, int], list[LayerCaches]] = {}
     for (_, *heads), arrays in caches.items():
         by_heads.setdefault((heads[0], heads[1]), []).append(arrays)
-    moved = [
-        _blocks(spec, own, size, dtype, layout) for (_, size), own in by_heads.items()
-    ]
+    moved = [_blocks(spec, own, size, dtype, layout) for (_, size), own in by_heads.items()]
     return caches, moved[0] if len(moved) == 1 else SeveralBlocks(moved)
 
 

@@ -32,6 +32,7 @@ from onnxport.providers.failures import device_error
 from onnxport.providers.hidden_states import refuse_hidden_states
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.latents import refuse_latents
+from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import cache_format, placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
@@ -45,7 +46,6 @@ from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.pool import PoolPlan, check_weights, converted_bytes, plan_pool
-from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.states import refuse_states
 
 logger = logging.getLogger(__name__)

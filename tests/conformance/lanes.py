@@ -146,9 +146,7 @@ def _device_lanes() -> list[Lane]:
         )
     )
     for name in registry.EMULATED:
-        emulated = Lane(
-            f"{name}-emulated", name, options, emulated=True, refused=MIXED_FAMILIES
-        )
+        emulated = Lane(f"{name}-emulated", name, options, emulated=True, refused=MIXED_FAMILIES)
         wide = {**options, "dtype": "float32"}
         exact = replace(emulated, name=f"{name}-emulated-float32", options=wide)
         lanes += [emulated, replace(exact, precisions=("int4",))]

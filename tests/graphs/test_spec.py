@@ -187,9 +187,11 @@ def test_latent_attention_that_is_wrong_is_refused(changes: dict[str, Any], mess
         ArchSpec.from_json(value | {"latent": value["latent"] | changes})
 
 
-def test_experts_have_a_silu() -> None:
-    with pytest.raises(ValueError, match="activation silu"):
-        replace(SPEC, experts=EXPERTS, hidden_act="gelu_tanh")
+def test_experts_whose_activation_is_bounded_have_a_silu() -> None:
+    assert replace(SPEC, experts=EXPERTS, hidden_act="gelu_tanh").experts == EXPERTS
+    for name in ("alpha", "up_offset", "limit"):
+        with pytest.raises(ValueError, match="activation silu"):
+            replace(SPEC, experts=replace(EXPERTS, **{name: 2.0}), hidden_act="gelu_tanh")
 
 
 def test_scales_and_epsilons_with_norms_on_outputs() -> None:
