@@ -281,6 +281,21 @@ CASES: Mapping[str, Case] = {
         },
         centres={"q_norm.weight": 0.4},  # as scores are not scaled
     ),
+    "gemma4-windows": Case(  # layers with a window take most of the memory, and give it up
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 8,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"]
+            + ["sliding_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        centres={"q_norm.weight": 0.4},
+    ),
     "gemma4-moe": Case(  # as 26B-A4B: experts beside a feed-forward layer
         "gemma4_text",
         {
