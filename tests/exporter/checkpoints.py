@@ -286,8 +286,8 @@ CASES: Mapping[str, Case] = {
         {
             **GEMMA4,
             "num_hidden_layers": 8,
-            "layer_types": [*["sliding_attention"] * 5, "full_attention"]
-            + ["sliding_attention", "full_attention"],
+            "layer_types": ["sliding_attention"] * 5
+            + ["full_attention", "sliding_attention", "full_attention"],
             "num_key_value_heads": 4,
             "hidden_size_per_layer_input": 16,
             "num_kv_shared_layers": 2,
