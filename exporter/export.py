@@ -322,6 +322,11 @@ def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> Non
             f"of experts are not: {others[0]} is {found[others[0]]}. Leave it out, and "
             "experts are of the precision that the rest has."
         )
+    if any(one.part_scales is not None for one in _experts(plan)):
+        raise ExportError(
+            f"{asked}, and each expert of this model is multiplied with a number of its own, which "
+            "goes into its weights. Leave it out."
+        )
     assert all(one.scale == 1 for one in _experts(plan))
     logger.warning(
         "onnxruntime-genai will not run %s on a processor: ONNX Runtime has no kernel for experts "

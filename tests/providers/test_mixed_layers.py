@@ -105,6 +105,11 @@ def test_what_keeps_blocks_elsewhere_is_refused(windows: Path, tmp_path: Path) -
         Engine(model, config=config)
 
 
+def test_a_fallback_that_would_refuse_it_is_refused_at_the_start(windows: Path) -> None:
+    with pytest.raises(ProviderError, match="openvino cannot be a fallback here"):
+        open_engine(windows, "cpu", fallback=("openvino",), needs_tokenizer=False)
+
+
 @pytest.mark.parametrize("case", ["gemma4", "gemma4-shared"])
 def test_others_refuse_such_a_model(case: str, tiny_artifact: ArtifactMaker) -> None:
     artifact = Artifact.read(tiny_artifact(case, "int4"))
