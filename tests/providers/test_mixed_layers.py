@@ -10,6 +10,8 @@ import pytest
 
 from onnxport.cache_rows import row_bytes
 from onnxport.errors import CapacityError, OptionError, ProviderError
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups, group_layers
 from onnxport.graphs.paged import attention_nodes, is_paged_attention
@@ -19,9 +21,10 @@ from onnxport.providers.layer_groups import cache_kinds, layer_groups
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
+from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.hybrid import Sequences
-from tests.providers.models import opened
+from tests.providers.models import opened, run_rows
 from tests.providers.test_hybrid import STEPS, tokens
 
 
@@ -119,6 +122,27 @@ def test_others_refuse_such_a_model(case: str, tiny_artifact: ArtifactMaker) -> 
             registry.get_provider(name, emulate=True).load(artifact, options)
     with pytest.raises(ProviderError, match="merge the adapter"):
         registry.get_provider("cpu").load(artifact, replace(options, max_adapters=1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [("float32", 1e-4), ("bfloat16", 0.1), ("int8", 0.2)]
+)
+def test_heads_of_the_published_sizes(tmp_path: Path, dtype: str, allowed: float) -> None:
+    """256 and 512 channels: our kernel, near what the decomposed graph gives."""
+    sizes = {"head_dim": 256, "global_head_dim": 512, "num_kv_shared_layers": 0}
+    case = checkpoints.CASES["gemma4-shared"]
+    case = replace(
+        case, config={**case.config, **sizes}, centres={"q_norm.weight": 0.1, "k_norm.weight": 0.1}
+    )
+    checkpoints.make(case, tmp_path / "checkpoint")
+    options = ExportOptions(precision="fp32", threads=1)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    row = (tokens(1, 40), 0, [3, 1, 2])
+    with opened(path, "decomposed") as plain, opened(path, "custom", kv_cache_dtype=dtype) as ours:
+        assert ours.capabilities.attention == "custom"
+        for rows in ([row], [([7], 40, [3, 1, 2]), ([5, 9], 0, [4, 5, 6])]):
+            expected, found = run_rows(plain, rows), run_rows(ours, rows)
+            assert np.abs(found - expected).max() <= allowed * expected.std()
 
 
 def test_layers_that_read_others_write_the_same_bits_again(windows: Path) -> None:
