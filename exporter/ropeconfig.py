@@ -94,14 +94,23 @@ def read_rope(
 
 
 def rope_from(
-    config: Config, values: Mapping[str, Any], head_size: int, context_length: int | None
+    config: Config,
+    values: Mapping[str, Any],
+    head_size: int,
+    context_length: int | None,
+    *,
+    proportional: bool = False,
 ) -> tuple[RopeSpec, int]:
-    """What `read_rope` does, with RoPE keys in the new spelling, without nulls."""
+    """What `read_rope` does, with RoPE keys in the new spelling, without nulls.
+
+    The type `proportional` is that of a few families, and others have it refused.
+    """
     kind = _kind(values)
-    if kind not in ROPE_KEYS:
+    supported = [one for one in ROPE_KEYS if proportional or one != "proportional"]
+    if kind not in supported:
         raise UnsupportedModelError(
             f"{config.path}: the RoPE type {kind!r} is not supported; supported are "
-            f"{', '.join(ROPE_KEYS)}."
+            f"{', '.join(supported)}."
         )
     unknown = sorted(set(values) - ROPE_KEYS[kind] - _COMMON)
     if unknown:

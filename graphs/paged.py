@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -98,6 +98,7 @@ class PagedAttentionNode:
         return self.inputs[position]
 
 
+_CACHES: Final = slice(PagedInput.KEY_CACHE, PagedInput.VALUE_CACHE + 1)
 _DEFAULTS: Final[Mapping[str, int | float | str]] = {
     "scale": 0.0,
     "softcap": 0.0,
@@ -128,15 +129,25 @@ def attention_nodes(model: onnx.ModelProto) -> list[PagedAttentionNode]:
     or 4-D output of another one.
     """
     shapes = {info.name: _dims(info) for info in (*model.graph.input, *model.graph.output)}
+    written = {info.name for info in model.graph.output}
     return [
-        read_paged_attention(node, shapes) for node in model.graph.node if is_paged_attention(node)
+        read_paged_attention(node, shapes, written)
+        for node in model.graph.node
+        if is_paged_attention(node)
     ]
 
 
 def read_paged_attention(
-    node: onnx.NodeProto, shapes: Mapping[str, tuple[int | str, ...]]
+    node: onnx.NodeProto,
+    shapes: Mapping[str, tuple[int | str, ...]],
+    written: Collection[str] = (),
 ) -> PagedAttentionNode:
-    """Read one node; `shapes` are those of the graph's inputs and outputs, for the head size.
+    """Read one node.
+
+    Args:
+        node: The node.
+        shapes: Of the graph's inputs and outputs, which give the head size.
+        written: The graph's outputs, which a node that reads what others wrote has for caches.
 
     Raises:
         ArtifactError: An attribute is missing or not understood, a latent cache has what it cannot
@@ -156,7 +167,7 @@ def read_paged_attention(
         raise ArtifactError(f"PagedAttention {node.name!r} lacks {missing}")
     is_latent = given.get("kv_cache_layout") == "LATENT"
     num_outputs = 2 if is_latent else 3
-    reads = len(node.output) == 1 and not is_latent
+    reads = len(node.output) == 1 and {*node.input[_CACHES]} <= {*written} and not is_latent
     if len(node.input) > len(PagedInput) or not (reads or len(node.output) == num_outputs):
         raise ArtifactError(
             f"PagedAttention {node.name!r} has {len(node.input)} inputs and {len(node.output)} "

@@ -148,12 +148,13 @@ def _rope(
     config: Config, kind: str, values: dict[str, Any], head_size: int, context_length: int
 ) -> RopeSpec:
     """The rotary embedding of a type of layers."""
-    rope, _ = rope_from(config, values, head_size, context_length)
+    rope, _ = rope_from(config, values, head_size, context_length, proportional=kind == _FULL)
     if rope.type not in _ROPE_TYPES or rope.rotary_dim != head_size:
         raise UnsupportedModelError(
             f"{config.path}: the RoPE of {kind} is of type {rope.type!r} and rotates "
             f"{rope.rotary_dim} of {head_size} channels; supported are the types "
-            f"{', '.join(_ROPE_TYPES)}, and a partial_rotary_factor of the last alone, for Gemma 4."
+            f"{', '.join(_ROPE_TYPES)}, the last one in layers without a window, where it may have "
+            "a partial_rotary_factor, for Gemma 4."
         )
     return rope
 

@@ -191,6 +191,12 @@ def test_rope_tables_are_transformers_own(name: str) -> None:
                 SLIDING: {"rope_theta": 1e4},
             }
         },
+        {
+            "rope_parameters": {
+                FULL: {"rope_theta": 1e6},
+                SLIDING: {"rope_theta": 1e4, "rope_type": "proportional"},
+            }
+        },
         {"per_layer_config": {"3": {"head_dim": 512}}},
         {"per_layer_config": {"sliding_attention": {"head_dim": 512}}},
         {"per_layer_config": {"4": {"head_dim": 512}}},  # others without a window are not named

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from onnxport.cache_rows import row_bytes
-from onnxport.errors import CapacityError, OptionError, ProviderError
+from onnxport.errors import ArtifactError, CapacityError, OptionError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups, group_layers
 from onnxport.graphs.paged import attention_nodes, is_paged_attention
+from onnxport.graphs.passes.decompose import decompose
 from onnxport.providers import registry
 from onnxport.providers.base import Attention, LoadOptions
 from onnxport.providers.layer_groups import cache_kinds, layer_groups
@@ -155,5 +156,13 @@ def test_layers_that_read_others_write_the_same_bits_again(windows: Path) -> Non
     ]
     assert nodes[6].inputs[1:3] == nodes[4].inputs[1:3]
     assert nodes[7].inputs[1:3] == nodes[5].inputs[1:3]
-    outputs = [len(node.output) for node in graph.graph.node if is_paged_attention(node)]
-    assert outputs == [3] * 6 + [1] * 2
+    found = [node for node in graph.graph.node if is_paged_attention(node)]
+    assert [len(node.output) for node in found] == [3] * 6 + [1] * 2
+    # In standard operators they write nothing, which would copy the pool.
+    written = [node.op_type for node in decompose(graph).model.graph.node].count("ScatterND")
+    assert written == 2 * 6
+    # A node that has no outputs for caches which it alone could write is none of these.
+    for name, value in zip(("key", "value"), (3, 4), strict=True):
+        found[6].input[value] = f"past_key_values.0.{name}"
+    with pytest.raises(ArtifactError, match=r"or 1 output where it reads what another one has"):
+        attention_nodes(graph)
