@@ -37,7 +37,7 @@ LATENT: Final = (
     ("glm4-moe-lite", "fp32"),
 )
 # Layers that differ in their heads or share keys and values, which only the processor has.
-MIXED: Final = (("gemma4", "int4"), ("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
+MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
