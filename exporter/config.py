@@ -132,6 +132,9 @@ PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
     }
 )
 
+# Families of which `use_bidirectional_attention` may be of images alone.
+SEE_IMAGES_WHOLE: Final[frozenset[str]] = frozenset({"gemma4_text"})
+
 
 class Config:
     """A model's `config.json`; remembers which keys were used."""
@@ -224,13 +227,19 @@ class Config:
             )
 
 
-def check_causal(config: Config) -> None:
+def check_causal(config: Config, *, of_images: bool = False) -> None:
     """Refuse a model whose tokens see those behind them, as some have that embed text.
 
-    Raises UnsupportedModelError.
+    Args:
+        config: The model's configuration.
+        of_images: Whether "vision" says that of the tokens of images alone.
+
+    Raises:
+        UnsupportedModelError: They do.
     """
     for key, value in (("use_bidirectional_attention", False), ("is_causal", True)):
-        if (found := config.get(key, object, value)) != value:
+        found = config.get(key, object, value)
+        if found != value and not (of_images and found == "vision"):
             raise UnsupportedModelError(
                 f"{config.path}: {key} is {found!r}, so that tokens see those behind them, as in "
                 "some models that embed text; supported is causal attention."
@@ -312,7 +321,7 @@ def decoder_spec(
         CheckpointError: A key is missing, of a wrong type, or contradicts another.
         UnsupportedModelError: A value that is not supported.
     """
-    check_causal(config)
+    check_causal(config, of_images=family in SEE_IMAGES_WHOLE)
     hidden_size = config.require("hidden_size", int)
     num_heads = config.require("num_attention_heads", int)
     if num_layers is None:

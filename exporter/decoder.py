@@ -7,7 +7,7 @@ They share every node but attention and the shapes around it, and every weight. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -19,7 +19,8 @@ from onnxport.exporter.draft_inputs import declare_states, normed_features
 from onnxport.exporter.graph_parts import (
     activation_dtype,
     attributes,
-    declare_caches,
+    declare_pools,
+    declare_rows_of_caches,
     rope_tables,
     sinks,
 )
@@ -32,7 +33,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, XIELU
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, LAYER_INPUTS, XIELU
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -58,7 +59,7 @@ from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
-from onnxport.graphs.tensors import TensorRef
+from onnxport.graphs.tensors import TensorRef, numpy_dtype
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
 
@@ -85,6 +86,7 @@ class _Decoder:
     scan: Scan  # of state spaces
     convolve: Convolve  # of layers that are that
     rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
+    kept: dict[int, tuple[str, str]] = field(default_factory=dict)  # layers' own keys and values
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
         """Token ids to hidden states, normalized and as they are.
@@ -94,6 +96,7 @@ class _Decoder:
         """
         g, spec = self.g, self.spec
         hidden = self.embed()
+        told = self.layer_inputs(hidden)
         delta = ""
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
@@ -106,6 +109,8 @@ class _Decoder:
                     attended, hidden = select(attended), select(hidden)
                     if spec.parallel_layers and not spec.parallel_norms:
                         read = select(read)
+                    if told:
+                        told = (*told[:-1], select(told[-1]))
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 if spec.parallel_layers:
                     if spec.parallel_norms:
@@ -115,12 +120,46 @@ class _Decoder:
                 if not spec.has_mlp(layer):
                     continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
-                delta = self.mlp(layer, read)
+                delta = self.mlp(layer, read, hidden)
+                if told or spec.layer_scales:
+                    end = self.end(layer, hidden, delta, told[layer] if told else "")
+                    hidden, delta = end, ""
         return self.norm(hidden, delta, FINAL_NORM)
 
-    def embed(self) -> str:
-        """Rows of the embedding table."""
-        g, matrix = self.g, self.weights.matrices[EMBEDDING]
+    def layer_inputs(self, embedded: str) -> tuple[str, ...]:
+        """What each layer is told of the tokens, [..., layer_input_size]; none where it is not."""
+        g, size, layers = self.g, self.spec.layer_input_size, self.spec.num_layers
+        if size is None:
+            return ()
+        with g.scope(LAYER_INPUTS):
+            found = self.embed(LAYER_INPUTS)
+            product = self.linear(f"{LAYER_INPUTS}.product", embedded)
+            apart = ops.reshape(g, product, (*self.leading, layers, size), "apart")
+            weight = g.weight(self.weights.vectors[f"{LAYER_INPUTS}.norm"])
+            normed = ops.rms_norm(g, apart, weight, self.spec.inner_eps, "norm")
+            joined = ops.reshape(g, normed, (*self.leading, layers * size), "join")
+            both = g.node("Add", [found, joined], name="both")
+            sizes = g.constant(np.full(layers, size, np.int64), "sizes")
+            return tuple(g.node("Split", [both, sizes], outputs=layers, name="split", axis=-1))
+
+    def end(self, layer: int, hidden: str, delta: str, told: str) -> str:
+        """The stream behind a layer: what it was told goes in, and it may be scaled."""
+        g, role = self.g, f"layers.{layer}"
+        hidden = g.node("Add", [hidden, delta], name="residual")
+        if told:
+            gate = self.linear(f"{role}.input_gate", hidden)
+            activated = _ACTIVATIONS[self.spec.hidden_act](g, gate)
+            gated = g.node("Mul", [activated, told], name="told")
+            added = self.output(f"{role}.input_out", self.linear(f"{role}.input_out", gated))
+            hidden = g.node("Add", [hidden, added], name="residual.told")
+        if self.spec.layer_scales:
+            weight = g.weight(self.weights.vectors[f"{role}.scale"])
+            hidden = g.node("Mul", [hidden, weight], name="residual.scaled")
+        return hidden
+
+    def embed(self, role: str = EMBEDDING) -> str:
+        """Rows of the embedding table, or of another one."""
+        g, matrix = self.g, self.weights.matrices[role]
         if matrix.block is None:
             return g.node("Gather", [g.weight(matrix.weight), names.INPUT_IDS], name="embed")
         assert matrix.scales is not None
@@ -129,7 +168,7 @@ class _Decoder:
         dims = (matrix.rows, padded * matrix.block.bits // 8)
         rows = ops.gather_block_quantized(
             g,
-            g.weight(matrix.weight.view("embedding.rows", dims)),
+            g.weight(matrix.weight.view(f"{role}.rows", dims)),
             names.INPUT_IDS,
             g.weight(matrix.scales),
             bits=matrix.block.bits,
@@ -204,10 +243,18 @@ class _Decoder:
             return self.attend(layer, qkv)
         if self.rotation is not None:
             return self.attend(layer, self.rotated_heads(layer, qkv, self.rotation))
-        sizes = g.constant(np.array([spec.q_size, spec.kv_size, spec.kv_size], np.int64), "sizes")
-        q, k, v = g.node("Split", [qkv, sizes], outputs=3, name="split", axis=-1)
-        q = self.head_norm(q, f"layers.{layer}.q_norm", spec.q_size)
-        k = self.head_norm(k, f"layers.{layer}.k_norm", spec.kv_size)
+        parts = spec.qkv_parts(layer)
+        if len(parts) == 1:
+            q = self.head_norm(qkv, layer, "q_norm", parts[0])
+            return self.attend(layer, (q, *self.kept[spec.kv_source(layer)]))
+        sizes = g.constant(np.array(parts, np.int64), "sizes")
+        q, k, *own = g.node("Split", [qkv, sizes], outputs=len(parts), name="split", axis=-1)
+        v = own[0] if own else k
+        q = self.head_norm(q, layer, "q_norm", parts[0])
+        k = self.head_norm(k, layer, "k_norm", parts[1])
+        if spec.value_norm:
+            v = self.head_norm(v, layer, "", parts[1])
+        self.kept[layer] = k, v
         return self.attend(layer, (q, k, v))
 
     def rotated_heads(self, layer: int, qkv: str, rotation: Rotation) -> tuple[str, str, str]:
@@ -220,22 +267,26 @@ class _Decoder:
         turned = rotation.apply(g, heads)
         parts = g.node("Split", [turned, counts], outputs=2, name="split.heads", axis=-2)
         q, k = (
-            self.head_norm(part, f"layers.{layer}.{name}", size)
+            self.head_norm(part, layer, name, size)
             for part, name, size in zip(
                 parts, ("q_norm", "k_norm"), (spec.q_size, spec.kv_size), strict=True
             )
         )
         return q, k, v
 
-    def head_norm(self, x: str, role: str, size: int) -> str:
-        """A norm over each head of x [..., size], or over all of it."""
-        g, name = self.g, role.rpartition(".")[2]
+    def head_norm(self, x: str, layer: int, name: str, size: int) -> str:
+        """A norm over each head of x [..., size], or over all of it; of values without a name."""
+        g, channels, role = self.g, self.spec.heads_of(layer).head_size, f"layers.{layer}.{name}"
         if self.spec.apart_qk_norm:
             return self.apart_norm(x, role, size)
-        weight = g.weight(self.weights.vectors[role])
+        if name:
+            weight = g.weight(self.weights.vectors[role])
+        else:
+            ones = np.ones(channels, numpy_dtype(activation_dtype(self.weights)))
+            weight, name = g.constant(ones, "ones"), "v_norm"
         if self.spec.whole_qk_norm:
             return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
-        heads = ops.reshape(g, x, (*self.leading, -1, self.spec.head_size), f"{name}.heads")
+        heads = ops.reshape(g, x, (*self.leading, -1, channels), f"{name}.heads")
         normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
@@ -251,15 +302,20 @@ class _Decoder:
         scaled = g.node("Mul", [normed, weight], name=f"{name}.scaled")
         return ops.reshape(g, scaled, (*self.leading, size), f"{name}.join")
 
-    def mlp(self, layer: int, x: str) -> str:
-        """What the feed-forward layer adds, with a gate or without, or that of experts."""
+    def mlp(self, layer: int, x: str, hidden: str = "") -> str:
+        """What the feed-forward layer adds, with a gate or without, or that of experts.
+
+        It reads x, and experts apart from a shared layer the stream.
+        """
         experts, role = self.spec.experts_of(layer), f"layers.{layer}"
         if self.spec.ungated:
             up = self.activate(layer, self.linear(f"{role}.up", x))
             return self.output(f"{role}.down", self.linear(f"{role}.down", up))
         if experts is None:
             return self.output(f"{role}.down", self.dense(role, x))
-        added = self.experts(layer, experts, x)
+        if experts.apart:
+            return self.output(f"{role}.down", self.experts_apart(layer, experts, x, hidden))
+        added = self.experts(layer, experts, x, x)
         if experts.shared_size is not None:
             added = self.g.node("Add", [added, self.shared(layer, experts, x)], name="added")
         return self.output(f"{role}.down", added)
@@ -291,10 +347,27 @@ class _Decoder:
             part = g.node("Sigmoid", [self.linear(f"{role}.gate", x)], name="part")
             return g.node("Mul", [y, part], name="weighted")
 
-    def experts(self, layer: int, experts: ExpertsSpec, x: str) -> str:
-        """A router, and the experts that it chooses for each token."""
+    def experts_apart(self, layer: int, experts: ExpertsSpec, x: str, hidden: str) -> str:
+        """What a shared layer makes of x, and experts of the stream, normalized and added."""
+        g, role = self.g, f"layers.{layer}"
+        routed, _ = self.norm(hidden, "", f"{role}.router_norm")
+        read, _ = self.norm(hidden, "", f"{role}.experts_norm")
+        parts = (
+            ("shared_out_norm", self.shared(layer, experts, x)),
+            ("experts_out_norm", self.experts(layer, experts, read, routed)),
+        )
+        normed = [
+            ops.rms_norm(
+                g, made, g.weight(self.weights.vectors[f"{role}.{name}"]), self.spec.inner_eps, name
+            )
+            for name, made in parts
+        ]
+        return g.node("Add", normed, name="added")
+
+    def experts(self, layer: int, experts: ExpertsSpec, x: str, routed: str) -> str:
+        """The experts of x that a router chooses for each token by what it reads."""
         g, matrices = self.g, self.weights.matrices
-        logits = self.linear(f"layers.{layer}.router", x)
+        logits = self.linear(f"layers.{layer}.router", routed)
         correction = ""
         if experts.corrected:
             correction = g.weight(self.weights.vectors[f"layers.{layer}.correction"])
@@ -330,7 +403,12 @@ class _Decoder:
             logits,
             weights,
             routing,
-            Swiglu(alpha=alpha, up_offset=offset, limit=experts.limit),
+            Swiglu(
+                alpha=alpha,
+                up_offset=offset,
+                limit=experts.limit,
+                is_gelu=self.spec.hidden_act == "gelu_tanh",
+            ),
             dtype=activation_dtype(self.weights),
             flatten=len(self.leading) > 1,
             accuracy_level=ACCURACY_LEVEL,
@@ -435,17 +513,20 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     g.output(names.LOGITS, TensorProto.FLOAT, [names.NUM_LOGITS, spec.num_logits])
     if spec.draft is not None:
         declare_states(g, spec.draft, spec.hidden_size)
-    pool: list[int | str] = [names.NUM_BLOCKS, names.BLOCK_SIZE, spec.num_kv_heads, spec.head_size]
-    declare_caches(g, spec, dtype, pool, pool)
+    declare_pools(g, spec, dtype)
     declare_slots(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
 
     def attend(layer: int, qkv: str | tuple[str, ...]) -> str:
         cos, sin = tables[layer]
+        source = spec.kv_source(layer)
+        caches = names.cache_names(source, spec.cache_parts)
+        if source != layer:
+            caches = tuple((present, "") for _, present in caches)
         return ops.paged_attention(
             g,
             qkv,
-            names.cache_names(layer, spec.cache_parts),
+            caches,
             cumulative_sequence_lengths=names.CUMULATIVE_SEQUENCE_LENGTHS,
             past_sequence_lengths=names.PAST_SEQUENCE_LENGTHS,
             block_table=names.BLOCK_TABLE,
@@ -480,19 +561,17 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
 def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     """The graph of onnxruntime-genai's Generator: a batch, an attention mask, one cache each.
 
-    There is none of attention of latents: its operator wants keys and values of every head.
+    There is none of attention of latents: its operator wants keys and values of every head. Nor of
+    layers with other heads than others, or with the keys and values of others, for
+    onnxruntime-genai knows one size of all caches, and one for each layer.
     """
-    assert spec.latent is None
+    assert spec.has_gqa_graph
     g = GraphBuilder("gqa")
     dtype = activation_dtype(weights)
     g.input(names.INPUT_IDS, TensorProto.INT64, [names.BATCH, "seq"])
     g.input(names.ATTENTION_MASK, TensorProto.INT64, [names.BATCH, "total_sequence_length"])
     g.output(names.LOGITS, TensorProto.FLOAT, [names.BATCH, "seq", spec.vocab_size])
-    past, total = (
-        [names.BATCH, spec.num_kv_heads, length, spec.head_size]
-        for length in ("past_sequence_length", "total_sequence_length")
-    )
-    declare_caches(g, spec, dtype, past, total)
+    declare_rows_of_caches(g, spec, dtype)
     declare_rows(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
     less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)

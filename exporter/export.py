@@ -194,7 +194,7 @@ def _export(
             writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
         _tell_kept(weights, options)
         writer.write_graph("paged", paged_graph(spec, weights.stored))
-        if spec.latent is None:
+        if spec.has_gqa_graph:
             writer.write_graph("gqa", gqa_graph(spec, weights.stored))
         _write_small_files(writer, job.files, spec, job.tokens)
         if head is not None and job.score is not None:
@@ -251,12 +251,15 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: Special
             "max_tokens; a generation_config.json beside the tokenizer, with %s, tells some",
             *(folder.path, END),
         )
-    if spec.latent is not None:
+    if not spec.has_gqa_graph:
         logger.warning(
-            "the artifact will have no %s, and no %s for onnxruntime-genai: ONNX Runtime's "
-            "GroupQueryAttention has no attention of latents. onnxport itself serves the paged "
-            "graph",
+            "the artifact will have no %s, and no %s for onnxruntime-genai: %s. onnxport itself "
+            "serves the paged graph",
             *(GRAPH_FILES["gqa"], genai.FILE),
+            "ONNX Runtime's GroupQueryAttention has no attention of latents"
+            if spec.latent is not None
+            else "it knows one size of heads, and keys and values of each layer, and this model's "
+            "layers have several, or read those of others",
         )
     elif spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
         logger.warning(
@@ -360,6 +363,11 @@ def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> Non
             f"of experts are not: {others[0]} is {found[others[0]]}. Leave it out, and "
             "experts are of the precision that the rest has."
         )
+    if any(one.part_scales is not None for one in _experts(plan)):
+        raise ExportError(
+            f"{asked}, and each expert of this model is multiplied with a number of its own, which "
+            "goes into its weights. Leave it out."
+        )
     assert all(one.scale == 1 for one in _experts(plan))
     logger.warning(
         "onnxruntime-genai will not run %s on a processor: ONNX Runtime has no kernel for experts "
@@ -393,7 +401,7 @@ def _write_small_files(
             writer.copy_file(folder / name)
     for template in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
         writer.copy_file(template, f"{TEMPLATE_FOLDER}/{template.name}")
-    if spec.latent is not None:  # onnxruntime-genai would look for the other graph
+    if not spec.has_gqa_graph:  # onnxruntime-genai would look for it
         return
     generation = read_json(folder / "generation_config.json")
     config = genai.genai_config(spec, tokens, generation)

@@ -17,7 +17,7 @@ def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
     """Attention's attributes. The window counts the query's own token, as the spec's does."""
     return ops.AttentionAttributes(
         num_heads=spec.num_heads,
-        kv_num_heads=spec.num_kv_heads,
+        kv_num_heads=spec.heads_of(layer).num_kv_heads,
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,
         local_window_size=spec.sliding_window[layer],
@@ -38,16 +38,43 @@ def activation_dtype(weights: StoredWeights) -> int:
     return weights.vectors[FINAL_NORM].data_type
 
 
-def declare_caches(
-    g: GraphBuilder, spec: ArchSpec, dtype: int, past: list[int | str], present: list[int | str]
-) -> None:
-    """Declare the caches of all layers that have some, in and out."""
+def declare_pools(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
+    """Declare the paged caches of all layers that have some, in and out."""
     for layer in spec.cached_layers:
-        caches = names.cache_names(layer, spec.cache_parts)
-        for name, _ in caches:
-            g.input(name, dtype, past)
-        for _, name in caches:
-            g.output(name, dtype, present)
+        heads = spec.heads_of(layer)
+        pool: list[int | str] = [
+            names.NUM_BLOCKS,
+            names.BLOCK_SIZE,
+            heads.num_kv_heads,
+            heads.head_size,
+        ]
+        _declare_caches(g, spec, layer, dtype, pool, pool)
+
+
+def declare_rows_of_caches(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
+    """Likewise those of GroupQueryAttention, which are the sequences' own."""
+    for layer in spec.cached_layers:
+        heads: list[int | str] = [names.BATCH, spec.num_kv_heads]
+        past, total = (
+            [*heads, length, spec.head_size]
+            for length in ("past_sequence_length", "total_sequence_length")
+        )
+        _declare_caches(g, spec, layer, dtype, past, total)
+
+
+def _declare_caches(
+    g: GraphBuilder,
+    spec: ArchSpec,
+    layer: int,
+    dtype: int,
+    past: list[int | str],
+    present: list[int | str],
+) -> None:
+    caches = names.cache_names(layer, spec.cache_parts)
+    for name, _ in caches:
+        g.input(name, dtype, past)
+    for _, name in caches:
+        g.output(name, dtype, present)
 
 
 def rope_tables(

@@ -10,7 +10,11 @@ dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.
 conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. A draft
 head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms
 may have biases, `final_norm_bias` and so on. A feed-forward layer without a gate has `up` for
-`gate_up`, and `alpha_p`, `alpha_n`, `beta` and `eps` of an xIELU.
+`gate_up`, and `alpha_p`, `alpha_n`, `beta` and `eps` of an xIELU. Where layers are told something
+of each token, there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer
+`input_gate`, `input_out` and `input_out_norm`; and `scale` where the stream behind it is times a
+number. Experts apart from a shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and
+`shared_out_norm`.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
 FEATURES: Final = "features"
 XIELU: Final = ("alpha_p", "alpha_n", "beta", "eps")
+LAYER_INPUTS: Final = "layer_inputs"
+TABLES: Final = frozenset({EMBEDDING, LAYER_INPUTS})  # whose rows are gathered
 EXPERTS: Final = (".experts.gate_up", ".experts.down")  # what roles of experts end in
 
 _Names = tuple[str, ...]
@@ -67,6 +73,7 @@ class MatrixPlan:
     by_rows: bool = False  # where it is not quantized, it is stored [N, K]
     # It is not quantized, and each part is stored [K, rows of a part], one behind the other.
     apart: bool = False
+    part_scales: str | None = None  # tensor [parts]: what each part is multiplied with besides
 
     @property
     def rows(self) -> int:
@@ -109,6 +116,7 @@ class WeightPlan:
 
     matrices: Mapping[str, MatrixPlan]  # `head` is the embedding where they are tied
     vectors: Mapping[str, VectorPlan]
+    left: frozenset[str] = frozenset()  # tensors that may be there, and that nothing reads
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the checkpoint must hold, and its shape."""
@@ -118,6 +126,8 @@ class WeightPlan:
                 {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
             )
             shapes.update(matrix.biases)
+            if matrix.part_scales is not None:
+                shapes[matrix.part_scales] = (len(matrix.parts),)
         shapes.update(
             {name: vector.shape for vector in self.vectors.values() for name in vector.tensors}
         )
@@ -136,6 +146,11 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             "", (names.features,), (spec.hidden_size,), spec.draft.features, biased=False
         )
         vectors.update(_draft_norms(spec.hidden_size, spec.draft, names))
+    if spec.layer_input_size is not None:
+        matrices.update(_layer_input_tables(spec, spec.layer_input_size, names))
+        size, scale = spec.layer_input_size, math.sqrt(0.5)
+        vectors[f"{LAYER_INPUTS}.norm"] = _norm(names, names.layer_inputs_norm, size, scale)
+    left: set[str] = set()
     for layer in range(spec.num_layers):
         role = f"layers.{layer}."
         prefix, behind = _prefixes(spec, names, layer)
@@ -156,22 +171,59 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             vectors.update(_linear_vectors(spec.linear, names, role, prefix))
             matrices.update(_linear_matrices(spec, spec.linear, names, role, prefix))
         else:
-            vectors.update(_head_vectors(spec, names, role, prefix))
-            width = spec.attention_inputs(layer)
-            matrices.update(_attention_matrices(spec, names, role, prefix, width))
+            vectors.update(_head_vectors(spec, layer, names, role, prefix))
+            matrices.update(_attention_matrices(spec, layer, names, role, prefix))
+            if spec.kv_source(layer) != layer:
+                left.update(f"{prefix}{name}.weight" for name in names.qkv[1:])
+                left.add(prefix + names.k_norm)
+        if spec.layer_scales:
+            vectors[role + "scale"] = VectorPlan(prefix + names.layer_scale, (1,))
+        if spec.layer_input_size is not None:
+            size = spec.layer_input_size
+            matrices.update(_layer_input_matrices(spec, size, names, role, prefix))
+            tensor = prefix + names.layer_input_norm
+            norm = _norm(names, tensor, spec.hidden_size, spec.residual_scale)
+            vectors[role + "input_out_norm"] = norm
         if spec.ungated and spec.has_mlp(layer):
             vectors.update(_activation_vectors(spec, names, role, behind))
             matrices.update(_ungated(spec, names, role, behind))
         elif experts is None and spec.has_mlp(layer):
             parts = (names.gate_up, names.down)
-            matrices.update(_feed_forward(spec, role, behind, parts, spec.intermediate_size))
+            matrices.update(_feed_forward(spec, role, behind, parts, spec.inner_size(layer)))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
+            if experts.apart:
+                vectors.update(_norms_of_experts(spec.hidden_size, names, role, prefix))
             if experts.corrected:
                 dims = (*names.correction_axes, experts.count)
                 tensor = prefix + names.correction
                 vectors[role + "correction"] = VectorPlan(tensor, dims, is_exact=True)
-    return WeightPlan(matrices, vectors)
+    return WeightPlan(matrices, vectors, frozenset(left))
+
+
+def _layer_input_tables(spec: ArchSpec, size: int, names: TensorNames) -> dict[str, MatrixPlan]:
+    """What all layers are told of a token, side by side, and of its embedding.
+
+    The mean of both, times the root of 2, is in the table and in the norm: see `plan_weights`.
+    """
+    width = spec.num_layers * size
+    table = MatrixPlan(
+        (Part(names.layer_inputs, spec.vocab_size),), width, scale=math.sqrt(size / 2)
+    )
+    product = _stacked("", (names.layer_inputs_product,), (width,), spec.hidden_size, biased=False)
+    return {LAYER_INPUTS: table, f"{LAYER_INPUTS}.product": product}
+
+
+def _layer_input_matrices(
+    spec: ArchSpec, size: int, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """What reads the stream as it is in the model, and what is added to it."""
+    gate = _stacked(prefix, (names.layer_input_gate,), (size,), spec.hidden_size, biased=False)
+    out = _stacked(prefix, (names.layer_input_out,), (spec.hidden_size,), size, biased=False)
+    return {
+        role + "input_gate": replace(gate, scale=spec.stream_scale or 1.0),
+        role + "input_out": out,
+    }
 
 
 def _prefixes(spec: ArchSpec, names: TensorNames, layer: int) -> tuple[str, str]:
@@ -256,7 +308,7 @@ def _layer_norms(
 
 
 def _head_vectors(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+    spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, VectorPlan]:
     """Norms of queries and keys, and sinks, of a layer with attention."""
     found = {}
@@ -264,9 +316,11 @@ def _head_vectors(
         found["q_norm"] = _apart_norm(prefix + names.q_norm, spec.num_heads, spec.head_size)
         found["k_norm"] = _apart_norm(prefix + names.k_norm, spec.num_kv_heads, spec.head_size)
     elif spec.qk_norm:
-        sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
+        size = spec.heads_of(layer).head_size
+        sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (size, size)
         found["q_norm"] = _norm(names, prefix + names.q_norm, sizes[0])
-        found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
+        if spec.kv_source(layer) == layer:
+            found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
     if spec.attention_sinks:
         found["sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
     return {role + name: vector for name, vector in found.items()}
@@ -281,17 +335,18 @@ def _apart_norm(tensor: str, heads: int, size: int) -> VectorPlan:
 
 
 def _attention_matrices(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str, inputs: int
+    spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, MatrixPlan]:
-    """Attention's projections of `inputs`, and what makes gates.
+    """Attention's projections of what a layer reads, and what makes gates.
 
     Unless gates have a tensor of their own, each head's is below its query.
     """
-    o = _stacked(prefix, names.o, (spec.hidden_size,), spec.attended_size, biased=spec.o_bias)
+    inputs, widths = spec.attention_inputs(layer), spec.qkv_parts(layer)
+    attended = widths[0] if spec.latent is None else spec.attended_size
+    o = _stacked(prefix, names.o, (spec.hidden_size,), attended, biased=spec.o_bias)
     found = {role + "o": replace(o, scale=spec.output_scale)}
     if spec.latent is not None:
         return found | _latent_matrices(spec, spec.latent, names, role, prefix)
-    widths = (spec.q_size, spec.kv_size, spec.kv_size)
     if names.qkv_by_head:
         tensor = f"{prefix}{names.qkv[0]}.weight"
         kinds = _by_head(tensor, spec.num_heads, (spec.head_size,) * 3, inputs)
@@ -299,7 +354,8 @@ def _attention_matrices(
         parts = tuple(part for kind in kinds for part in kind)
         found[role + "qkv"] = MatrixPlan(parts, inputs, biases, biases_by_parts=bool(biases))
     elif not spec.attention_gate or names.attention_gate is not None:
-        qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
+        tensors = names.qkv[: len(widths)]
+        qkv = _stacked(prefix, tensors, widths, inputs, biased=spec.qkv_bias)
         found[role + "qkv"] = qkv
     if not spec.attention_gate:
         return found
@@ -308,9 +364,9 @@ def _attention_matrices(
         return found | {role + "attention_gate": own}
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
     q, gate = _by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)
-    parts = (*q, *map(Part, others, widths[1:]))
+    joined = (*q, *map(Part, others, widths[1:]))
     gates = MatrixPlan(gate, inputs)
-    return found | {role + "qkv": MatrixPlan(parts, inputs), role + "attention_gate": gates}
+    return found | {role + "qkv": MatrixPlan(joined, inputs), role + "attention_gate": gates}
 
 
 def _by_head(
@@ -481,6 +537,20 @@ def _latent_parts(
     )
 
 
+def _norms_of_experts(
+    hidden: int, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """Norms that experts apart from a shared layer have."""
+    tensors = {
+        "experts_norm": names.experts_norm,
+        "experts_out_norm": names.experts_out_norm,
+        "shared_out_norm": names.shared_out_norm,
+    }
+    found = {role + one: _norm(names, prefix + name, hidden) for one, name in tensors.items()}
+    router = VectorPlan(prefix + names.router_norm, (hidden,), scale=hidden**-0.5)
+    return found | {role + "router_norm": router}
+
+
 def _feed_forward(
     spec: ArchSpec,
     role: str,
@@ -554,7 +624,13 @@ def _expert_matrices(
             by_rows=True,
         ),
         role + "experts.down": MatrixPlan(
-            down, inner, second, scale=scale, whole_blocks=whole, by_rows=True
+            down,
+            inner,
+            second,
+            scale=scale,
+            whole_blocks=whole,
+            by_rows=True,
+            part_scales=prefix + names.expert_scales if experts.apart else None,
         ),
     }
     if experts.shared_size is not None:
@@ -612,6 +688,7 @@ def unused_tensors(
         name
         for name in found
         if name not in wanted
+        and name not in plan.left
         and not name.endswith(names.ignored)
         and not name.startswith((*names.images, *names.further))
         and not (tied and name == names.head)

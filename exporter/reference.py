@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxport.exporter import rope
 from onnxport.exporter.activations import ACTIVATIONS, sigmoid, silu, xielu
 from onnxport.exporter.linear_reference import convolve, delta_net, softplus, state_space
-from onnxport.exporter.plan import XIELU
+from onnxport.exporter.plan import EMBEDDING, LAYER_INPUTS, XIELU
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
@@ -26,8 +26,8 @@ Array = NDArray[np.float32]
 class WeightSource(Protocol):
     """Applies a model's weights by role; each is asked for once, in the order of execution."""
 
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
-        """Rows of the embedding table, float32 [num_tokens, hidden_size]."""
+    def embed(self, token_ids: NDArray[np.int64], role: str = EMBEDDING) -> Array:
+        """Rows of the embedding table, float32 [num_tokens, hidden_size], or of another one."""
         ...
 
     def vector(self, role: str) -> Array:
@@ -117,6 +117,8 @@ def _normed(
     """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
+    told = _layer_inputs(spec, weights, token_ids, hidden)
+    kept: dict[int, tuple[Array, Array]] = {}
     for layer in range(spec.num_layers):
         if layer == 0 and states is not None:
             read, hidden = _read_states(spec, weights, hidden, states)
@@ -126,9 +128,10 @@ def _normed(
             of_kind = _of_space if isinstance(spec.linear, StateSpaceSpec) else _attend_linearly
             attended = of_kind(spec, layer, weights, read)
         else:
-            attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
+            attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)], kept)
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
+            told = told[logits_indices]
         projected = weights.linear(f"layers.{layer}.o", attended)
         added = _output(spec, weights, f"layers.{layer}.o", projected)
         if spec.parallel_layers:
@@ -142,8 +145,31 @@ def _normed(
         if not spec.has_mlp(layer):
             continue
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
-        hidden = hidden + _feed_forward(spec, layer, weights, read)
+        hidden = hidden + _feed_forward(spec, layer, weights, read, hidden)
+        hidden = _end(spec, layer, weights, hidden, told)
     return _norm(spec, weights, "final_norm", hidden), hidden
+
+
+def _layer_inputs(
+    spec: ArchSpec, weights: WeightSource, token_ids: NDArray[np.int64], embedded: Array
+) -> Array:
+    """What layers are told of each token, [num_tokens, num_layers, layer_input_size]."""
+    if spec.layer_input_size is None:
+        return np.empty((len(token_ids), 0, 0), np.float32)
+    shape = (len(token_ids), spec.num_layers, spec.layer_input_size)
+    found = weights.embed(token_ids, LAYER_INPUTS).reshape(shape)
+    product = weights.linear(f"{LAYER_INPUTS}.product", embedded).reshape(shape)
+    return found + _rms_norm(product, weights.vector(f"{LAYER_INPUTS}.norm"), spec.inner_eps)
+
+
+def _end(spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told: Array) -> Array:
+    """The stream behind a layer: what it was told goes in, and it may be scaled."""
+    role = f"layers.{layer}."
+    if spec.layer_input_size is not None:
+        gate = ACTIVATIONS[spec.hidden_act](weights.linear(role + "input_gate", hidden))
+        added = weights.linear(role + "input_out", gate * told[:, layer])
+        hidden = hidden + _output(spec, weights, role + "input_out", added)
+    return hidden * weights.vector(role + "scale") if spec.layer_scales else hidden
 
 
 def _read_states(
@@ -184,28 +210,60 @@ def _norm(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Ar
     return normed + weights.vector(f"{role}_bias") if spec.norm_biases else normed
 
 
-def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
-    """What the feed-forward layer adds; [num_tokens, hidden]."""
+def _feed_forward(
+    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, hidden: Array | None = None
+) -> Array:
+    """What the feed-forward layer adds; [num_tokens, hidden].
+
+    It reads x, and experts apart from a shared layer the stream, `hidden`.
+    """
     experts, prefix = spec.experts_of(layer), f"layers.{layer}."
     if spec.ungated:
         up = _activated(spec, prefix, weights, weights.linear(prefix + "up", x))
         output = weights.linear(prefix + "down", up)
     elif experts is None:
         output = _dense(spec, prefix, weights, x)
+    elif experts.apart:
+        assert hidden is not None
+        routed, read = (
+            _norm(spec, weights, prefix + name, hidden) for name in ("router_norm", "experts_norm")
+        )
+        made = (
+            ("shared_out_norm", _dense(spec, f"{prefix}shared.", weights, x)),
+            ("experts_out_norm", _of_experts(spec, experts, prefix, weights, read, routed)),
+        )
+        normed = [
+            _rms_norm(one, weights.vector(prefix + name), spec.inner_eps) for name, one in made
+        ]
+        output = normed[0] + normed[1]
     else:
-        logits = weights.linear(prefix + "router", x)
-        correction = weights.vector(prefix + "correction") if experts.corrected else None
-        parts = _routing(experts, logits, correction)
-        joined = weights.linear(prefix + "experts.gate_up", x)
-        halves = joined.reshape(len(x), experts.count, 2, experts.size)
-        gated = _gated(experts, halves[:, :, 0], halves[:, :, 1]) * parts[..., None]
-        output = weights.sum_of_experts(prefix + "experts.down", gated, parts)
+        output = _of_experts(spec, experts, prefix, weights, x, x)
         if experts.shared_size is not None:
             shared = _dense(spec, f"{prefix}shared.", weights, x)
             if experts.shared_gated:
                 shared *= sigmoid(weights.linear(f"{prefix}shared.gate", x))
             output = output + shared
     return _output(spec, weights, prefix + "down", output)
+
+
+def _of_experts(
+    spec: ArchSpec,
+    experts: ExpertsSpec,
+    prefix: str,
+    weights: WeightSource,
+    x: Array,
+    routed: Array,
+) -> Array:
+    """What experts make of x, chosen by what the router reads; [num_tokens, hidden]."""
+    logits = weights.linear(prefix + "router", routed)
+    correction = weights.vector(prefix + "correction") if experts.corrected else None
+    parts = _routing(experts, logits, correction)
+    joined = weights.linear(prefix + "experts.gate_up", x)
+    halves = joined.reshape(len(x), experts.count, 2, experts.size)
+    gate, up = halves[:, :, 0], halves[:, :, 1]
+    is_gelu = spec.hidden_act == "gelu_tanh"
+    gated = ACTIVATIONS["gelu_tanh"](gate) * up if is_gelu else _gated(experts, gate, up)
+    return weights.sum_of_experts(prefix + "experts.down", gated * parts[..., None], parts)
 
 
 def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
@@ -268,13 +326,21 @@ def _output(spec: ArchSpec, weights: WeightSource, role: str, output: Array) -> 
 
 
 def _attend(
-    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, tables: tuple[Array, Array]
+    spec: ArchSpec,
+    layer: int,
+    weights: WeightSource,
+    x: Array,
+    tables: tuple[Array, Array],
+    kept: dict[int, tuple[Array, Array]],
 ) -> Array:
-    """Causal self-attention; [num_tokens, hidden] to [num_tokens, attended_size]."""
+    """Causal self-attention; [num_tokens, hidden] to [num_tokens, attended_size].
+
+    `kept` are keys and values of the layers before, and takes those of this one.
+    """
     if spec.latent is not None:
         heads = _of_latents(spec, spec.latent, layer, weights, x, tables)
     else:
-        heads = _of_heads(spec, layer, weights, x, tables)
+        heads = _of_heads(spec, layer, weights, x, tables, kept)
     result = _mixed(spec, layer, weights, *heads)
     if spec.attention_gate:
         result *= sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
@@ -282,18 +348,25 @@ def _attend(
 
 
 def _of_heads(
-    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, tables: tuple[Array, Array]
+    spec: ArchSpec,
+    layer: int,
+    weights: WeightSource,
+    x: Array,
+    tables: tuple[Array, Array],
+    kept: dict[int, tuple[Array, Array]],
 ) -> tuple[Array, Array, Array]:
     """Queries, keys and values of all query heads, [num_tokens, num_heads, head_size] each."""
-    tokens = len(x)
+    tokens, size = len(x), spec.heads_of(layer).head_size
     qkv = weights.linear(f"layers.{layer}.qkv", x)
-    edges = [spec.q_size, spec.q_size + spec.kv_size]
+    edges = np.cumsum(spec.qkv_parts(layer))[:-1]
     whole = np.split(qkv, edges, axis=-1)
-    heads = [part.reshape(tokens, -1, spec.head_size) for part in whole]
+    heads = [part.reshape(tokens, -1, size) for part in whole]
     if spec.qk_norm_last:
         return _turned(spec, layer, weights, heads, tables)
+    if len(heads) == 2:  # keys are values
+        heads.append(heads[1])
     if spec.qk_norm:
-        for at, name in enumerate(("q_norm", "k_norm")):
+        for at, name in enumerate(("q_norm", "k_norm")[: len(whole)]):
             normed = whole[at] if spec.whole_qk_norm else heads[at]
             weight = weights.vector(f"layers.{layer}.{name}")
             if spec.apart_qk_norm:
@@ -301,10 +374,15 @@ def _of_heads(
                 weight = weight.reshape(-1, spec.head_size)
             normed = _rms_norm(normed, weight, spec.inner_eps)
             heads[at] = normed.reshape(heads[at].shape)
-    q, k, v = heads
     if spec.rotates(layer):
         embedding = spec.rope_of(layer)
-        q, k = _rotate(q, tables, embedding), _rotate(k, tables, embedding)
+        heads[:2] = [_rotate(one, tables, embedding) for one in heads[:2]]
+    if len(heads) == 1:
+        return _of_each_query(spec, heads[0], *kept[spec.kv_source(layer)])
+    q, k, v = heads
+    if spec.value_norm:
+        v = _rms_norm(v, np.ones(size, np.float32), spec.inner_eps)
+    kept[layer] = k, v
     return _of_each_query(spec, q, k, v)
 
 
@@ -329,7 +407,7 @@ def _turned(
 
 def _of_each_query(spec: ArchSpec, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Keys and values for each query head, and these."""
-    shared = spec.num_heads // spec.num_kv_heads
+    shared = spec.num_heads // k.shape[1]
     return q, np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
 
 
@@ -377,7 +455,7 @@ def _mixed(
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
     seen = scores[..., :tokens]
-    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, spec.attended_size)
+    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, -1)
     return result
 
 

@@ -43,7 +43,8 @@ def inverse_frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float
     """Radians per position of each channel pair; float64 [rotary_dim / 2].
 
     Sources: default arXiv:2104.09864; linear arXiv:2306.15595; llama3 the Llama 3.1 release; yarn
-    arXiv:2309.00071; longrope arXiv:2402.13753. Two types change as a sequence grows beyond the
+    arXiv:2309.00071; longrope arXiv:2402.13753; proportional Gemma 4, whose last pairs do not turn,
+    though frequencies are those of all pairs. Two types change as a sequence grows beyond the
     original length, which a cache of rotated keys cannot follow: dynamic (NTK-aware) its base, and
     longrope its factors. Here they are those for `context_length`, at every position, so the result
     is transformers' up to the original length if the context is no longer, and for a sequence of
@@ -63,6 +64,11 @@ def inverse_frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float
         return base / rope.factor
     if rope.type == "llama3":
         return _llama3(rope, base)
+    if rope.type == "proportional":
+        assert rope.factor is not None
+        assert rope.rotated_pairs is not None
+        turns = np.arange(len(base)) < rope.rotated_pairs
+        return np.where(turns, base / rope.factor, 0.0)
     if rope.type == "yarn":
         return _yarn(rope, base)
     return base

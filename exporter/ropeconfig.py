@@ -61,6 +61,7 @@ ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
             "long_factor",
         }
     ),
+    "proportional": frozenset({"factor"}),
 }
 _ALIASES: Final = {"su": "longrope"}  # what the first Phi-3 called it
 
@@ -93,14 +94,23 @@ def read_rope(
 
 
 def rope_from(
-    config: Config, values: Mapping[str, Any], head_size: int, context_length: int | None
+    config: Config,
+    values: Mapping[str, Any],
+    head_size: int,
+    context_length: int | None,
+    *,
+    proportional: bool = False,
 ) -> tuple[RopeSpec, int]:
-    """What `read_rope` does, with RoPE keys in the new spelling, without nulls."""
+    """What `read_rope` does, with RoPE keys in the new spelling, without nulls.
+
+    The type `proportional` is that of a few families, and others have it refused.
+    """
     kind = _kind(values)
-    if kind not in ROPE_KEYS:
+    supported = [one for one in ROPE_KEYS if proportional or one != "proportional"]
+    if kind not in supported:
         raise UnsupportedModelError(
             f"{config.path}: the RoPE type {kind!r} is not supported; supported are "
-            f"{', '.join(ROPE_KEYS)}."
+            f"{', '.join(supported)}."
         )
     unknown = sorted(set(values) - ROPE_KEYS[kind] - _COMMON)
     if unknown:
@@ -114,11 +124,15 @@ def rope_from(
     if kind == "longrope":
         longest = trained if context_length is None else context_length
         fields["factors"] = _factors(config, values, longest > fields["original_context_length"])
+    rotary_dim = int(head_size * partial)
+    if kind == "proportional":
+        fields["factor"] = _number(config, values, "factor", 1.0)
+        fields["rotated_pairs"], rotary_dim = int(partial * head_size // 2), head_size
     try:
         rope = RopeSpec(
             type=kind,
             theta=_number(config, values, "rope_theta", 10_000.0),
-            rotary_dim=int(head_size * partial),
+            rotary_dim=rotary_dim,
             **fields,
         )
     except ValueError as error:

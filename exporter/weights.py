@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnxport.exporter import rope
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import EMBEDDING, EXPERTS, HEAD, MatrixPlan, Part, WeightPlan
+from onnxport.exporter.plan import EMBEDDING, EXPERTS, HEAD, TABLES, MatrixPlan, Part, WeightPlan
 from onnxport.exporter.quantize import BlockFormat
 from onnxport.exporter.target import Target, to_dtype
 from onnxport.graphs.artifact_writer import ArtifactWriter
@@ -106,13 +106,13 @@ class StreamingWeights:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
+    def embed(self, token_ids: NDArray[np.int64], role: str = EMBEDDING) -> Array:
         """See `WeightSource`. Stores the table now, or with the head if they are tied."""
-        plan = self._plan.matrices[EMBEDDING]
-        block = block_of(EMBEDDING, plan, self._options)
+        plan = self._plan.matrices[role]
+        block = block_of(role, plan, self._options)
         (name,) = (part.tensor for part in plan.parts)
         rows = [to_float32(self._checkpoint.read_rows(name, int(i), int(i) + 1)) for i in token_ids]
-        values = np.concatenate(rows)
+        values = _times(np.concatenate(rows), plan.scale)
         target = Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
         embedded = np.empty_like(values)
         steps = None
@@ -122,10 +122,10 @@ class StreamingWeights:
                 for i in token_ids
             ]
             told = [one for one in found if one is not None]
-            steps = np.concatenate(told) if told else None
+            steps = _times(np.concatenate(told), plan.scale) if told else None
         target.convert(name, values, slice(0, len(token_ids)), embedded, steps)
-        if not self._tied:
-            self._store(EMBEDDING, None, by_rows=True)
+        if role != EMBEDDING or not self._tied:
+            self._store(role, None, by_rows=True)
         return embedded
 
     def vector(self, role: str) -> Array:
@@ -231,6 +231,7 @@ class StreamingWeights:
         step = max(1, _PANEL_ELEMENTS // plan.columns)
         spans = []
         start = 0
+        scales = self._part_scales(plan)
         for at, part in enumerate(plan.parts):
             for i in range(0, part.rows, part.rows if part.is_transposed else step):
                 end = part.rows if part.is_transposed else min(part.rows, i + step)
@@ -239,10 +240,10 @@ class StreamingWeights:
                     place = start - at % 2 * part.rows + 2 * i + at % 2
                 else:
                     place = start + i
-                spans.append((read, start + i, place))
+                spans.append((read, start + i, place, scales[at]))
             start += part.rows
         ahead: Future[_Rows] | None = None
-        for index, (read, row, place) in enumerate(spans):
+        for index, (read, row, place, scale) in enumerate(spans):
             current = ahead or self._pool.submit(self._read, *read)
             ahead = None
             raw = current.result()
@@ -251,7 +252,16 @@ class StreamingWeights:
             # What is in MXFP4 counts as the floats that it stands for, kept or not.
             keeps = block is not None and block.is_fp4
             size = len(raw[0]) * plan.columns * 4 if keeps else raw[0].nbytes
-            yield _Panel(read[0].tensor, raw, size, row, place, 2 if plan.interleaved else 1)
+            step_rows = 2 if plan.interleaved else 1
+            yield _Panel(read[0].tensor, raw, size, row, place, step_rows, scale)
+
+    def _part_scales(self, plan: MatrixPlan) -> list[float]:
+        """What each part is multiplied with."""
+        if plan.part_scales is None:
+            return [plan.scale] * len(plan.parts)
+        raw = self._checkpoint.read(plan.part_scales)
+        self._on_bytes(raw.nbytes)
+        return [plan.scale * float(one) for one in to_float32(raw)]
 
     def _read(
         self, part: Part, columns: int, first: int, end: int, block: BlockFormat | None
@@ -294,7 +304,7 @@ class StreamingWeights:
             if target.keeps:
                 target.keep(panel.name, raw[0], raw[1], panel.places(first, last), meant)
             else:
-                values, *steps = (_times(to_float32(one), plan.scale) for one in raw)
+                values, *steps = (_times(to_float32(one), panel.scale) for one in raw)
                 kept = target.convert(panel.name, values, panel.places(first, last), meant, *steps)
             if product is not None and meant is not None:
                 product.add(meant, slice(panel.start + first, panel.start + last))
@@ -322,7 +332,7 @@ def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat
     """How a matrix is quantized; None: it is not."""
     if plan.is_exact:
         return None
-    is_head, is_expert = role in {HEAD, EMBEDDING}, role.endswith(EXPERTS)
+    is_head, is_expert = role in {HEAD, *TABLES}, role.endswith(EXPERTS)
     return options.block(head=is_head, experts=is_expert, whole=plan.whole_blocks)
 
 
@@ -334,7 +344,7 @@ def may_move_zero(
     In an asymmetric format all may. Integers of fewer bits than a block has fit without. Head and
     embedding may be one table, and experts are no MatMulNBits: these have none.
     """
-    if block is None or role in {HEAD, EMBEDDING} or role.endswith(EXPERTS):
+    if block is None or role in {HEAD, *TABLES} or role.endswith(EXPERTS):
         return False
     if block.is_asymmetric:
         return True
@@ -358,6 +368,7 @@ class _Panel:
     start: int  # first row, where parts lie one below the other
     place: int  # first row in the stored matrix
     step: int  # from there to the next one
+    scale: float  # what its numbers are multiplied with
 
     def places(self, first: int, last: int) -> slice:
         """Where some of the panel's rows are stored."""

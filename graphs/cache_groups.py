@@ -36,7 +36,9 @@ class LayerGroups:
         return any(window is not None for window in self.windows)
 
 
-def group_layers(windows: Sequence[int | None], longest: int) -> LayerGroups:
+def group_layers(
+    windows: Sequence[int | None], longest: int, heads: Sequence[tuple[int, int]] | None = None
+) -> LayerGroups:
     """Divide layers into groups.
 
     The size of a group is chosen by what a column of a long sequence holds, which is the layers
@@ -44,23 +46,36 @@ def group_layers(windows: Sequence[int | None], longest: int) -> LayerGroups:
     full waste memory of both. Where no division beats a single table, there is one, without a
     window unless all layers have the same.
 
+    Layers of other heads share no caches. So a place takes memory for each kind of heads that
+    layers have there, whichever group a block is of.
+
     Args:
         windows: of each layer: tokens a query sees, its own included; None: all.
         longest: tokens of the longest sequence; a window as long as that is none.
+        heads: of each layer: KV heads, and their channels; None: all have the same.
     """
+    heads = heads or [(1, 1)] * len(windows)
     seen = [None if window is None or window >= longest else window for window in windows]
     kinds = sorted(set(seen), key=lambda window: -longest if window is None else -window)
     if len(kinds) == 1:
         return LayerGroups.single(len(seen), kinds[0])
     counts = {kind: seen.count(kind) for kind in kinds}
-    best = (2 * len(seen), 1, 0)
+    single = LayerGroups.single(len(seen))
+    best = (2 * _block_width(single, heads), 1, 0)
     for size in range(1, max(counts.values()) + 1):
         parts = {kind: -(-count // size) for kind, count in counts.items()}
         groups = sum(parts.values())
         if groups <= MOST_GROUPS:
-            best = min(best, (size * (parts.get(None, 0) + groups), groups, size))
+            width = _block_width(_divided(seen, kinds, size), heads)
+            best = min(best, (width * (parts.get(None, 0) + groups), groups, size))
     size = best[2]
-    return _divided(seen, kinds, size) if size else LayerGroups.single(len(seen))
+    return _divided(seen, kinds, size) if size else single
+
+
+def _block_width(groups: LayerGroups, heads: Sequence[tuple[int, int]]) -> int:
+    """Channels of a token's keys for which a block has room."""
+    places = {(place, kind) for (_, place), kind in zip(groups.places, heads, strict=True)}
+    return sum(count * size for _, (count, size) in places)
 
 
 def _divided(seen: Sequence[int | None], kinds: Sequence[int | None], size: int) -> LayerGroups:

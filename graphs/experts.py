@@ -20,8 +20,9 @@ from onnx import TensorProto
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
-from onnxport.graphs.inspect import attribute_float
+from onnxport.graphs.inspect import attribute_float, attribute_text
 
+GELU: Final = "gelu"  # activation_type
 FP4: Final = "fp4"  # QMoE's quant_type where it is given; without, quantized to integers
 GLOBAL_SCALES: Final = (15, 16)  # QMoE's inputs with a number for each expert, of MXFP4 alone
 
@@ -57,15 +58,22 @@ class Swiglu:
     """What an expert has between its products, see `graphs.experts_spec.ExpertsSpec`.
 
     `g * sigmoid(alpha * g) * (u + up_offset)` of `g = min(gate, limit)` and
-    `u = min(max(up, -limit), limit)`.
+    `u = min(max(up, -limit), limit)`; or, without these, `gelu_tanh(gate) * up`.
     """
 
     alpha: float = 1.0
     up_offset: float = 0.0
     limit: float | None = None  # None: there is none
+    is_gelu: bool = False  # see `ops.gelu_tanh`
 
     def attributes(self) -> dict[str, Any]:
-        """Those of `MoE` and `QMoE`, where gate and up take turns."""
+        """Those of `MoE` and `QMoE`, where gate and up take turns.
+
+        ONNX Runtime's operators have no gated GELU, and refuse rows that do not fit one that is not
+        gated. So a graph that has one needs our own, or `split_experts`.
+        """
+        if self.is_gelu:
+            return {"activation_type": GELU, "swiglu_fusion": 1}
         return {
             "activation_type": "swiglu",
             "activation_alpha": self.alpha,
@@ -78,6 +86,8 @@ class Swiglu:
     def of(cls, node: onnx.NodeProto) -> Swiglu:
         """What a `MoE` or `QMoE` has."""
         limit = attribute_float(node, "swiglu_limit", math.inf)
+        if attribute_text(node, "activation_type") == GELU:
+            return cls(is_gelu=True)
         return cls(
             alpha=attribute_float(node, "activation_alpha", 1.0),
             up_offset=attribute_float(node, "activation_beta", 0.0),

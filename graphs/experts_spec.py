@@ -49,6 +49,9 @@ class ExpertsSpec:
     groups: int | None = None  # of experts that stand beside each other; None: there are none
     groups_per_token: int | None = None  # whose experts a token may be given to
     group_best: int | None = None  # scores of a group, as they choose, that are added up
+    # Router, experts and shared layer read norms of the stream that are their own, and what experts
+    # add, each times a number of its own, is normalized ahead of the sum, as is the shared layer's.
+    apart: bool | None = None  # None: all read one norm, and what they make is added as it is
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -65,6 +68,10 @@ class ExpertsSpec:
         require(
             self.shared_size is not None or not self.shared_gated,
             "shared_gated needs a shared_size, and there is none",
+        )
+        require(
+            not self.apart or (self.shared_size is not None and not self.shared_gated),
+            "experts apart need a shared layer without a gate",
         )
         self._check_groups()
 
@@ -107,7 +114,7 @@ _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     **dict.fromkeys(("count", "per_token", "size"), (int,)),
     "normalized": (bool,),
     "layers": (list, NONE),
-    **dict.fromkeys(("sigmoid", "corrected", "shared_gated", "biased"), (bool, NONE)),
+    **dict.fromkeys(("sigmoid", "corrected", "shared_gated", "biased", "apart"), (bool, NONE)),
     **dict.fromkeys(("scale", "alpha", "up_offset", "limit"), (float, NONE)),
     **dict.fromkeys(("shared_size", "groups", "groups_per_token", "group_best"), (int, NONE)),
 }
@@ -115,5 +122,5 @@ _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
 _LATER_OF_EXPERTS: Final = (
     *("layers", "sigmoid", "corrected", "scale", "shared_size", "shared_gated"),
     *("biased", "alpha", "up_offset", "limit"),
-    *("groups", "groups_per_token", "group_best"),
+    *("groups", "groups_per_token", "group_best", "apart"),
 )

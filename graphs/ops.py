@@ -286,7 +286,8 @@ def paged_attention(
         qkv: Packed projections [num_tokens, q_size + 2 * kv_size], or three values: queries
             [num_tokens, q_size], keys and values [num_tokens, kv_size]. Of latents the first two.
         caches: Of keys, and of values but for latents: the graph input [num_blocks, block_size,
-            kv_heads, head_size], and the graph output that it is updated as.
+            kv_heads, head_size], and the graph output that it is updated as. Or the graph output of
+            another layer and "", where that one has written the same keys and values.
         cumulative_sequence_lengths: int32 [batch + 1].
         past_sequence_lengths: int32 [batch].
         block_table: int32 [batch, max_num_blocks].
@@ -306,7 +307,7 @@ def paged_attention(
     outputs = g.node(
         "PagedAttention",
         inputs,
-        outputs=[".out", *presents],
+        outputs=[".out", *filter(None, presents)],
         domain=MICROSOFT,
         name=name,
         **attributes.attributes(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -48,7 +48,8 @@ class PagedAttentionNode:
 
     name: str
     inputs: tuple[str, ...]  # by PagedInput, "" where omitted
-    # attention [num_tokens, num_heads * v_head_size], present key, present value or ""
+    # attention [num_tokens, num_heads * v_head_size], present key, present value or ""; without
+    # the latter two it reads what another layer's node has written, see `writes`
     outputs: tuple[str, str, str]
     num_heads: int
     kv_num_heads: int
@@ -79,6 +80,15 @@ class PagedAttentionNode:
         return not self.inputs[PagedInput.KEY]
 
     @property
+    def writes(self) -> bool:
+        """Whether the new keys and values are its layer's own, and go to the cache.
+
+        Otherwise its caches are the outputs of another layer's node, and hold these already. To
+        write them again, as the operator does, changes nothing.
+        """
+        return bool(self.outputs[1])
+
+    @property
     def is_latent(self) -> bool:
         """Whether there is one cache, in whose rows values lie in front, and one KV head."""
         return self.kv_cache_layout == "LATENT"
@@ -88,6 +98,7 @@ class PagedAttentionNode:
         return self.inputs[position]
 
 
+_CACHES: Final = slice(PagedInput.KEY_CACHE, PagedInput.VALUE_CACHE + 1)
 _DEFAULTS: Final[Mapping[str, int | float | str]] = {
     "scale": 0.0,
     "softcap": 0.0,
@@ -114,22 +125,33 @@ def is_paged_attention(node: onnx.NodeProto) -> bool:
 def attention_nodes(model: onnx.ModelProto) -> list[PagedAttentionNode]:
     """Every paged attention of a model, in graph order, which is the layers' order.
 
-    Raises ArtifactError for an attribute that is not understood or a cache that is no 4-D input.
+    Raises ArtifactError for an attribute that is not understood or a cache that is no 4-D input,
+    or 4-D output of another one.
     """
-    shapes = {info.name: _dims(info) for info in model.graph.input}
+    shapes = {info.name: _dims(info) for info in (*model.graph.input, *model.graph.output)}
+    written = {info.name for info in model.graph.output}
     return [
-        read_paged_attention(node, shapes) for node in model.graph.node if is_paged_attention(node)
+        read_paged_attention(node, shapes, written)
+        for node in model.graph.node
+        if is_paged_attention(node)
     ]
 
 
 def read_paged_attention(
-    node: onnx.NodeProto, shapes: Mapping[str, tuple[int | str, ...]]
+    node: onnx.NodeProto,
+    shapes: Mapping[str, tuple[int | str, ...]],
+    written: Collection[str] = (),
 ) -> PagedAttentionNode:
-    """Read one node; `shapes` are those of the graph inputs, which give the head size.
+    """Read one node.
+
+    Args:
+        node: The node.
+        shapes: Of the graph's inputs and outputs, which give the head size.
+        written: The graph's outputs, which a node that reads what others wrote has for caches.
 
     Raises:
         ArtifactError: An attribute is missing or not understood, a latent cache has what it cannot
-            have, or the cache is no graph input
+            have, or the cache is no graph input (or, where it is read only, output)
             [num_blocks, block_size, kv_heads, head_size] with a fixed head size.
     """
     from onnx import helper
@@ -145,10 +167,12 @@ def read_paged_attention(
         raise ArtifactError(f"PagedAttention {node.name!r} lacks {missing}")
     is_latent = given.get("kv_cache_layout") == "LATENT"
     num_outputs = 2 if is_latent else 3
-    if len(node.input) > len(PagedInput) or len(node.output) != num_outputs:
+    reads = len(node.output) == 1 and {*node.input[_CACHES]} <= {*written} and not is_latent
+    if len(node.input) > len(PagedInput) or not (reads or len(node.output) == num_outputs):
         raise ArtifactError(
             f"PagedAttention {node.name!r} has {len(node.input)} inputs and {len(node.output)} "
-            f"outputs; at most {len(PagedInput)} and exactly {num_outputs} are understood"
+            f"outputs; at most {len(PagedInput)} and exactly {num_outputs} are understood, or 1 "
+            "output where it reads what another one has written"
         )
     inputs = (*node.input, *[""] * (len(PagedInput) - len(node.input)))
     shape = shapes.get(inputs[PagedInput.KEY_CACHE], ())
@@ -175,7 +199,7 @@ def read_paged_attention(
     return PagedAttentionNode(
         name=node.name,
         inputs=inputs,
-        outputs=(node.output[0], node.output[1], "" if is_latent else node.output[2]),
+        outputs=_three(*node.output),
         num_heads=value["num_heads"],
         kv_num_heads=value["kv_num_heads"],
         head_size=head_size,
@@ -231,6 +255,10 @@ def rotary_dim(
     if name not in initializers or len(initializers[name].dims) != 2:
         return None
     return 2 * int(initializers[name].dims[1])
+
+
+def _three(attention: str, key: str = "", value: str = "") -> tuple[str, str, str]:
+    return attention, key, value
 
 
 def _head_size(elements: int, granularity: str) -> int | None:

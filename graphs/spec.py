@@ -26,6 +26,7 @@ from onnxport.graphs.fields import (
     with_nulls,
     without_nulls,
 )
+from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import (
     LinearSpec,
@@ -45,6 +46,7 @@ ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "llama3": ("factor", "original_context_length", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_context_length", "beta_fast", "beta_slow", "truncate"),
     "longrope": ("original_context_length", "factors"),
+    "proportional": ("factor", "rotated_pairs"),
 }
 
 
@@ -56,7 +58,7 @@ class RopeSpec:
     parameter of the type is missing, or one of another type is given.
     """
 
-    type: str  # default, linear, dynamic, llama3, yarn, longrope
+    type: str  # default, linear, dynamic, llama3, yarn, longrope, proportional
     theta: float  # base of the geometric frequency series
     rotary_dim: int  # leading channels of a head that rotate, even
     interleaved: bool = False  # pairs (0, 1), (2, 3), … instead of (i, i + rotary_dim / 2)
@@ -69,6 +71,7 @@ class RopeSpec:
     beta_slow: float | None = None  # yarn, rotations where interpolation is complete
     truncate: bool | None = None  # yarn, round the correction range to whole channels
     factors: tuple[float, ...] | None = None  # longrope, of each pair's wavelength
+    rotated_pairs: int | None = None  # proportional, the first of rotary_dim / 2 that really turn
 
     def __post_init__(self) -> None:
         """Hold the parameters to what the type needs."""
@@ -92,6 +95,12 @@ class RopeSpec:
                 len(self.factors) == self.rotary_dim // 2 and all(one > 0 for one in self.factors),
                 f"factors are {self.factors} for {self.rotary_dim // 2} pairs of channels; there "
                 "must be one for each, all positive",
+            )
+        if self.rotated_pairs is not None:
+            require(
+                0 < self.rotated_pairs <= self.rotary_dim // 2,
+                f"rotated_pairs is {self.rotated_pairs}; it must be from 1 to the "
+                f"{self.rotary_dim // 2} pairs of channels",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -165,6 +174,17 @@ class ArchSpec:
     head_bias: bool | None = None  # logits have biases; None: without
     # Norms of heads are LayerNorms without biases, each head's with a weight of its own; None: not.
     apart_qk_norm: bool | None = None
+    # Of layers without a window, where these have other heads than `head_size` and `num_kv_heads`,
+    # which then are of the others; None: all layers have these.
+    global_heads: HeadsSpec | None = None
+    value_norm: bool | None = None  # RMSNorm without weights on each head's value; None: without
+    # So many layers at the end read the K/V of the last layer before them that sees as much.
+    shared_kv_layers: int | None = None  # None: each has its own
+    shared_kv_intermediate_size: int | None = None  # of these layers; None: intermediate_size
+    layer_scales: bool | None = None  # the stream behind a layer is times a number of its own
+    # Channels of what each layer is told of each token by a table and a product of the embedding,
+    # and adds to the stream at its end; None: nothing.
+    layer_input_size: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -174,9 +194,10 @@ class ArchSpec:
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
         )
+        global_size = self.head_size if self.global_heads is None else self.global_heads.head_size
         require(
-            self.rope.rotary_dim <= self.head_size,
-            f"rotary_dim {self.rope.rotary_dim} exceeds head_size {self.head_size}",
+            self.rope.rotary_dim <= global_size,
+            f"rotary_dim {self.rope.rotary_dim} exceeds head_size {global_size}",
         )
         require(
             self.local_rope is None or self.local_rope.rotary_dim <= self.head_size,
@@ -200,11 +221,19 @@ class ArchSpec:
             or len(self.experts.layers) == self.num_layers,
             f"experts are {self.experts} for {self.num_layers} layers",
         )
-        require(
-            self.experts is None or self.hidden_act == "silu",
-            f"experts have the activation silu, hidden_act is {self.hidden_act!r}",
+        bounded = self.experts and (
+            self.experts.alpha or self.experts.up_offset or self.experts.limit
         )
-        for name in ("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"):
+        require(
+            not bounded or self.hidden_act == "silu",
+            f"experts with alpha, up_offset or limit have the activation silu, hidden_act is "
+            f"{self.hidden_act!r}",
+        )
+        require(
+            self.experts is None or not self.experts.apart or bool(self.output_norms),
+            "experts apart need output_norms",
+        )
+        for name in _POSITIVE:
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive, is {value}")
         require(
@@ -219,6 +248,7 @@ class ArchSpec:
         )
         self._check_linear()
         self._check_mlp()
+        self._check_heads()
         self._check_order()
         self._check_parallel()
         self._check_ungated()
@@ -290,6 +320,59 @@ class ArchSpec:
         }
         found = [other for other, one in others.items() if one]
         require(not found, f"mlp_layers does not go with {' and '.join(found)}")
+
+    def _check_heads(self) -> None:
+        """Check what goes with layers that differ, and with what they add besides."""
+        found = [name for name in _OF_LAYERS if getattr(self, name)]
+        others = {
+            "qkv_bias": self.qkv_bias,
+            "whole_qk_norm": self.whole_qk_norm,
+            "attention_gate": self.attention_gate,
+            "raw_inputs": self.raw_inputs,
+            "parallel_layers": self.parallel_layers,
+            "qk_norm_last": self.qk_norm_last,
+            "draft": self.draft,
+            "latent": self.latent,
+            "linear": self.linear,
+            "ungated": self.ungated,
+            "mlp_layers": self.mlp_layers,
+            "norm_biases": self.norm_biases,
+            "apart_qk_norm": self.apart_qk_norm,
+            "qk_norm = false": not self.qk_norm,
+            "output_norms = false": not self.output_norms,
+        }
+        wrong = [name for name, one in others.items() if one]
+        require(
+            not (found and wrong), f"{' and '.join(found)} does not go with {' and '.join(wrong)}"
+        )
+        if self.global_heads is not None:
+            heads = self.global_heads
+            require(
+                self.num_heads % heads.num_kv_heads == 0,
+                f"num_heads {self.num_heads} is not a multiple of the {heads.num_kv_heads} KV "
+                "heads of layers without a window",
+            )
+            require(
+                self.local_rope is not None and None in self.sliding_window,
+                "global_heads needs a local_rope, and layers with and without a window",
+            )
+            require(
+                self.attention_scale is not None,
+                "global_heads needs an attention_scale, for heads are of two sizes",
+            )
+        shared = self.shared_kv_layers
+        if shared is None:
+            require(
+                self.shared_kv_intermediate_size is None,
+                "shared_kv_intermediate_size needs shared_kv_layers",
+            )
+            return
+        own = self.sliding_window[: max(0, self.num_layers - shared)]
+        require(
+            0 < shared < self.num_layers and set(own) == set(self.sliding_window),
+            f"shared_kv_layers is {shared} of {self.num_layers} layers; ahead of these there must "
+            f"be one of each window: {self.sliding_window}",
+        )
 
     def _check_parallel(self) -> None:
         """Check what goes with LayerNorm, and with attention and MLP side by side."""
@@ -365,23 +448,67 @@ class ArchSpec:
 
     @property
     def attended_size(self) -> int:
-        """Width of what the output projection of attention reads."""
+        """Width of what the output projection of attention reads, but of `global_heads`."""
         return self.num_heads * (self.head_size if self.latent is None else self.latent.value_size)
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads, num_heads * head_size."""
+        """Width of all query heads, num_heads * head_size, but of `global_heads`."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads, num_kv_heads * head_size."""
+        """Width of all key (or value) heads, num_kv_heads * head_size, likewise."""
         return self.num_kv_heads * self.head_size
 
     @property
     def qkv_size(self) -> int:
-        """Width of the packed projection: queries, then keys, then values."""
+        """Width of the packed projection: queries, then keys, then values; likewise."""
         return self.q_size + 2 * self.kv_size
+
+    def heads_of(self, layer: int) -> HeadsSpec:
+        """The heads of a layer."""
+        if self.global_heads is not None and self.sliding_window[layer] is None:
+            return self.global_heads
+        return HeadsSpec(
+            head_size=self.head_size, num_kv_heads=self.num_kv_heads, keys_are_values=False
+        )
+
+    def qkv_parts(self, layer: int) -> tuple[int, ...]:
+        """Widths of a layer's packed projection: queries, and its own keys and values, if any."""
+        heads = self.heads_of(layer)
+        queries, keys = self.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
+        if self.kv_source(layer) != layer:
+            return (queries,)
+        return (queries, keys) if heads.keys_are_values else (queries, keys, keys)
+
+    @property
+    def has_even_caches(self) -> bool:
+        """Whether all layers that have keys and values have as many, of one size."""
+        kinds = {self.heads_of(layer) for layer in self.cached_layers}
+        return len({(kind.head_size, kind.num_kv_heads) for kind in kinds}) <= 1
+
+    @property
+    def has_mixed_layers(self) -> bool:
+        """Whether layers have other heads than others, or read their keys and values."""
+        return self.global_heads is not None or self.shared_kv_layers is not None
+
+    @property
+    def has_gqa_graph(self) -> bool:
+        """Whether a model has the graph that onnxruntime-genai's Generator runs."""
+        return self.latent is None and not self.has_mixed_layers
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads, most often its own."""
+        if self.shared_kv_layers is None or layer < self.num_layers - self.shared_kv_layers:
+            return layer
+        own = self.sliding_window[: self.num_layers - self.shared_kv_layers]
+        return max(one for one, seen in enumerate(own) if seen == self.sliding_window[layer])
+
+    def inner_size(self, layer: int) -> int:
+        """Features between the products of a layer's feed-forward layer."""
+        wide = self.shared_kv_intermediate_size
+        return self.intermediate_size if wide is None or self.kv_source(layer) == layer else wide
 
     @property
     def num_logits(self) -> int:
@@ -399,8 +526,12 @@ class ArchSpec:
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
-        """The layers that have keys and values, which is all others."""
-        return tuple(layer for layer in range(self.num_layers) if not self.is_linear(layer))
+        """The layers that have keys and values of their own."""
+        return tuple(
+            layer
+            for layer in range(self.num_layers)
+            if not self.is_linear(layer) and self.kv_source(layer) == layer
+        )
 
     def is_linear(self, layer: int) -> bool:
         """Whether a layer keeps a state of each sequence in place of keys and values."""
@@ -465,6 +596,8 @@ class ArchSpec:
             inner["latent"] = plain(self.latent)
         if self.linear is not None:
             inner["linear"] = linear_to_json(self.linear)
+        if self.global_heads is not None:
+            inner["global_heads"] = plain(self.global_heads)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -488,6 +621,8 @@ class ArchSpec:
             fields["latent"] = LatentSpec.from_json(fields["latent"])
         if fields["linear"] is not None:
             fields["linear"] = linear_from_json(fields["linear"])
+        if fields["global_heads"] is not None:
+            fields["global_heads"] = HeadsSpec.from_json(fields["global_heads"])
         return construct(cls, "model", fields)
 
 
@@ -505,6 +640,7 @@ _ROPE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "beta_slow": (float, NONE),
     "truncate": (bool, NONE),
     "factors": (list, NONE),
+    "rotated_pairs": (int, NONE),
 }
 _SIZES: Final = (
     "num_layers",
@@ -516,6 +652,18 @@ _SIZES: Final = (
     "vocab_size",
     "rms_norm_eps",
     "context_length",
+)
+_POSITIVE: Final = (
+    *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
+    *("shared_kv_intermediate_size", "layer_input_size"),
+)
+# What layers of one model may differ in, or have besides.
+_OF_LAYERS: Final = (
+    "global_heads",
+    "value_norm",
+    "shared_kv_layers",
+    "layer_scales",
+    "layer_input_size",
 )
 _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "family": (str,),
@@ -556,6 +704,12 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "parallel_norms": (bool, NONE),
     "head_bias": (bool, NONE),
     "apart_qk_norm": (bool, NONE),
+    "global_heads": (dict, NONE),
+    "value_norm": (bool, NONE),
+    "shared_kv_layers": (int, NONE),
+    "shared_kv_intermediate_size": (int, NONE),
+    "layer_scales": (bool, NONE),
+    "layer_input_size": (int, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -566,5 +720,7 @@ _LATER: Final = (
     *("latent", "linear", "attention_gate", "qk_norm_last"),
     *("layer_norms", "parallel_layers", "ungated", "mlp_layers"),
     *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
+    *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
+    *("layer_scales", "layer_input_size"),
 )
-_LATER_OF_ROPE: Final = ("factors",)
+_LATER_OF_ROPE: Final = ("factors", "rotated_pairs")

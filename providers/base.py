@@ -51,6 +51,8 @@ class Features:
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
     has_states: bool = False  # layers of linear attention run, which keep states of sequences
     has_latents: bool = False  # multi-head latent attention is computed
+    # Layers may have other heads than others, and read their keys and values.
+    has_mixed_layers: bool = False
     tells_states: bool = False  # hidden states are told, of which embeddings are made
     # Attention -> the activations that it takes; one that is not there takes all.
     attention_dtypes: Mapping[Attention, tuple[str, ...]] = field(default_factory=dict)
@@ -303,6 +305,9 @@ class Capabilities:
     # Of each group of layers that has block tables of its own, the tokens that a query sees, its
     # own included; None: all. Blocks behind a window may be given to others.
     windows: tuple[int | None, ...] = (None,)
+    # Whether `read_blocks` and `write_blocks` are there; not where the caches of layers have
+    # several shapes.
+    moves_blocks: bool = True
     features: int = 0  # numbers of each token that `run` tells by StepInputs.hidden_states; 0: none
     final_features: int = 0  # the last of these, which the final norm has made; 0: it tells none
     int8_products: bool = False  # products of quantized weights may round activations to int8
@@ -404,7 +409,7 @@ class Model(Protocol):
         ...
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """Return the blocks in canonical form, in memory of its own.
+        """Return the blocks in canonical form, in memory of its own; see `moves_blocks`.
 
         The shape is [len(blocks), num_layers, parts, num_kv_heads, block_size, elements], the
         dtype that of `KVFormat`. Raises ProviderError when the device fails.

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.providers.transfers import Blocks
+
+_STAY: Final = (
+    "stay where they are: their caches have several shapes, see Capabilities.moves_blocks"
+)
 
 # Takes a cache, [num_blocks, block_size, kv_heads, head_size] as the graph declares it, and
 # returns a view of the same memory: [num_blocks, kv_heads, …, …], where the axes after the heads
@@ -213,6 +220,30 @@ class CodedBlocks:
 
     def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.intp]:
         return block_index(blocks, self._num_blocks, distinct=distinct)
+
+
+class SeveralBlocks:
+    """Caches of several shapes, of layers whose heads differ: their blocks have no canonical form.
+
+    So they are copied, and neither read nor written: see `Capabilities.moves_blocks`.
+    """
+
+    def __init__(self, parts: Sequence[Blocks]) -> None:
+        """Join what moves the caches of each shape."""
+        self._parts = tuple(parts)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`."""
+        for part in self._parts:
+            part.copy(sources, targets)
+
+    def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """Raise ProviderError."""
+        raise ProviderError(f"{len(blocks)} blocks {_STAY}")
+
+    def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """Raise ProviderError."""
+        raise ProviderError(f"{len(blocks)} blocks of {content.shape} {_STAY}")
 
 
 def block_index(

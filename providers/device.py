@@ -34,6 +34,7 @@ from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
 from onnxport.providers.failures import reported
 from onnxport.providers.hidden_states import check_hidden_layers, final_features
+from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -77,6 +78,7 @@ def load_on_device(
             "leave it out"
         )
     refuse_states(artifact, recipe.provider)
+    refuse_mixed_layers(artifact, recipe.provider)
     tells = check_hidden_layers(artifact, options) > 0 or artifact.manifest.model.draft is not None
     if options.capture_graphs and tells:
         raise ProviderError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from onnxport.errors import CapacityError, ProviderError
@@ -11,6 +12,7 @@ from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.groups import CacheGroups
 from onnxport.providers.base import CACHE_FRACTION, LoadOptions
+from onnxport.providers.layer_groups import cache_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ def plan_pool(
     state_bytes: int = 0,
     buffer_bytes: int | None = None,
     groups: LayerGroups | None = None,
+    row_bytes: Callable[[int], float] | None = None,
 ) -> PoolPlan:
     """Size the pool from the options, or from the memory that is free.
 
@@ -62,6 +65,8 @@ def plan_pool(
         state_bytes: What the states of sequences will, which layers of linear attention have.
         buffer_bytes: The largest buffer that the device has, for the keys or values of a layer.
         groups: Layers that share block tables; None: all do, and none gives blocks up.
+        row_bytes: Bytes of a row of so many channels, for layers whose heads have several sizes;
+            None: `item_bytes` for each.
 
     Raises:
         ProviderError: `max_model_len` exceeds the model's context, or `kv_memory` is a share of
@@ -79,7 +84,7 @@ def plan_pool(
     groups = groups or LayerGroups.single(len(spec.cached_layers))
     num_groups, num_places = len(groups.windows), groups.num_places
     parts = spec.cache_parts
-    place_bytes = round(parts * num_places * spec.num_kv_heads * spec.head_size * item_bytes)
+    place_bytes = _place_bytes(spec, groups, item_bytes, row_bytes)
     token_bytes = num_groups * place_bytes
     taken = weight_bytes + state_bytes
     left = None if free_bytes is None else max(0, free_bytes - taken)
@@ -105,7 +110,7 @@ def plan_pool(
             layers, smallest = f"{num_groups} groups of {layers}", f"{smallest} for each group"
         raise CapacityError(
             f"the KV cache does not fit: {asked}, and {there}. A token "
-            f"takes {parts} x {layers} x {spec.num_kv_heads} KV heads x {spec.head_size} channels "
+            f"takes {parts} x {layers} x {_heads(spec)} channels "
             f"x {item_bytes} bytes = {token_bytes} bytes, and the smallest cache is {smallest}, "
             f"{_size(num_groups * block_bytes)}. Ask for another kv_cache_tokens or kv_memory, "
             f"{fewer}free memory, or export at a lower precision."
@@ -124,6 +129,27 @@ def plan_pool(
             "kv_memory"
         )
     return PoolPlan(block_size, num_blocks, block_bytes, longest)
+
+
+def _place_bytes(
+    spec: ArchSpec,
+    groups: LayerGroups,
+    item_bytes: float,
+    row_bytes: Callable[[int], float] | None,
+) -> int:
+    """What a token takes in a block of one group."""
+    if spec.has_even_caches:
+        rows = spec.cache_parts * groups.num_places * spec.num_kv_heads
+        return round(rows * spec.head_size * item_bytes)
+    of_row = row_bytes or (lambda size: size * item_bytes)
+    kinds = set(cache_kinds(spec, groups))
+    return round(spec.cache_parts * sum(heads * of_row(size) for _, heads, size in kinds))
+
+
+def _heads(spec: ArchSpec) -> str:
+    """What KV heads there are, as messages have it."""
+    kinds = {spec.heads_of(layer): None for layer in spec.cached_layers}
+    return " or ".join(f"{kind.num_kv_heads} KV heads x {kind.head_size}" for kind in kinds)
 
 
 def _there(
@@ -207,11 +233,15 @@ def converted_bytes(artifact: Artifact) -> int:
         return 0
     if spec.latent is not None:
         return 12 * spec.num_layers * spec.hidden_size * spec.intermediate_size
-    heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
     linear = 0 if spec.linear is None else spec.linear.projected_width
-    mixers = len(spec.cached_layers) * heads + len(spec.linear_layers) * linear
-    products = (2 if spec.ungated else 3) * sum(map(spec.has_mlp, range(spec.num_layers)))
-    return 4 * spec.hidden_size * (mixers + products * spec.intermediate_size)
+    products = 2 if spec.ungated else 3
+    numbers = 0
+    for layer in range(spec.num_layers):
+        parts = spec.qkv_parts(layer)
+        numbers += linear if spec.is_linear(layer) else parts[0] + sum(parts)
+        if spec.has_mlp(layer):
+            numbers += products * spec.inner_size(layer)
+    return 4 * spec.hidden_size * numbers
 
 
 def check_int8_experts(free_bytes: int, made_bytes: int) -> None:

@@ -61,7 +61,8 @@ class StepMemory:
         pool_bytes = pool.num_blocks * pool.block_bytes
         beside = UNKNOWN_BYTES if left_bytes is None else left_bytes - pool_bytes
         most = max(LEAST_BYTES, int(beside * SHARE))
-        keys = spec.num_kv_heads * spec.head_size * item_bytes
+        heads = [spec.heads_of(layer) for layer in spec.cached_layers]
+        keys = max(one.num_kv_heads * one.head_size for one in heads) * item_bytes
         return cls(keys, spec.num_heads * item_bytes, pool.block_size, most, buckets)
 
     def step_bytes(self, num_rows: int, num_tokens: int, longest_chunk: int, longest: int) -> int:

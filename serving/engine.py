@@ -24,6 +24,7 @@ from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.linear_attention import check_options
+from onnxport.serving.mixed_layers import refuse_tiers
 from onnxport.serving.narrowing import narrowed
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -80,7 +81,7 @@ class Engine:
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
             OptionError: something was asked for that does not go with the states that the model
-                has, see `linear_attention`.
+                has, see `linear_attention`, or tiers for K/V of several shapes.
             CapacityError: there is no room for the states of a sequence.
             DeviceLostError: the device is gone already.
         """
@@ -88,6 +89,8 @@ class Engine:
         if (limits := model.capabilities).state_slots:
             guesses = speculator is not None
             check_options(config, max_adapters=limits.max_adapters, has_guesses=guesses)
+        if not limits.moves_blocks:
+            refuse_tiers(config)
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else frozenset()
         runtime = Runtime(model, config, clock, standby or Standby(), base)

@@ -20,6 +20,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
 from onnxport.serving.linear_attention import check_options, slots_wanted
+from onnxport.serving.mixed_layers import refuse_tiers
 from onnxport.serving.pooling import Embedder
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -90,6 +91,8 @@ def open_engine(
     if artifact.manifest.model.linear is not None:
         check_options(config, max_adapters=chosen.max_adapters)
         chosen = replace(chosen, state_slots=chosen.state_slots or slots_wanted(config))
+    if not artifact.manifest.model.has_even_caches:
+        refuse_tiers(config)
     embedder = choose_embedder(artifact, config)
     if embedder is not None:
         logger.info("texts are embedded: %s", embedder)
@@ -244,6 +247,8 @@ def _check_fallback(name: str, provider: str, artifact: Artifact, *, pools: bool
         lacks = f"the model has layers of linear attention, which {name} does not run"
     elif model.latent is not None and not (able and able.has_latents):
         lacks = f"the model has multi-head latent attention, which {name} does not compute"
+    elif model.has_mixed_layers and not (able and able.has_mixed_layers):
+        lacks = f"layers of the model differ in their heads or share K/V, which {name} does not do"
     if lacks is not None:
         raise ProviderError(
             f"{name} cannot be a fallback here: {lacks}; take another one, such as cpu"

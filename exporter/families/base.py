@@ -68,6 +68,22 @@ class TensorNames:
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
+    # Of experts apart from a shared layer: norms of what router and experts read, and of what these
+    # and the shared layer make, and what each expert's output is times.
+    router_norm: str = "router.scale"
+    experts_norm: str = "pre_feedforward_layernorm_2.weight"
+    experts_out_norm: str = "post_feedforward_layernorm_2.weight"
+    shared_out_norm: str = "post_feedforward_layernorm_1.weight"
+    expert_scales: str = "router.per_expert_scale"
+    layer_scale: str = "layer_scalar"
+    # Of what each layer is told of a token: the table, the product of the embedding and the norm of
+    # what that gives; and of a layer, what reads the stream, what is added to it, and its norm.
+    layer_inputs: str = "model.embed_tokens_per_layer.weight"
+    layer_inputs_product: str = "model.per_layer_model_projection"
+    layer_inputs_norm: str = "model.per_layer_projection_norm.weight"
+    layer_input_gate: str = "per_layer_input_gate"
+    layer_input_out: str = "per_layer_projection"
+    layer_input_norm: str = "post_per_layer_input_norm.weight"
     # Of layers without attention. The products' inputs are one of queries, keys and values, those
     # of the gate, of beta and of the decay; or, where rows of each key head lie together, one of
     # the first two and one of the others; or one of the others alone. A layer that is a
@@ -101,6 +117,18 @@ class TensorNames:
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
     images: tuple[str, ...] = ()  # prefixes of the part that reads images
     further: tuple[str, ...] = ()  # prefixes of what guesses a token behind the next one
+
+    def moved(self, move: Callable[[str], str]) -> TensorNames:
+        """The names with another prefix, but for the head's, which lies beside the model."""
+        return replace(
+            self,
+            embedding=move(self.embedding),
+            final_norm=move(self.final_norm),
+            layer=move(self.layer),
+            layer_inputs=move(self.layer_inputs),
+            layer_inputs_product=move(self.layer_inputs_product),
+            layer_inputs_norm=move(self.layer_inputs_norm),
+        )
 
     def fit(self, found: frozenset[str]) -> bool:
         """Whether a checkpoint with the tensors `found` may be named so."""
@@ -154,9 +182,4 @@ class Family:
 def _without_head(names: TensorNames) -> TensorNames:
     """The names in a model that was saved without its head, and so without the prefix."""
     prefix = next((one for one in _ROOTS if names.layer.startswith(one)), "")
-    return replace(
-        names,
-        embedding=names.embedding.removeprefix(prefix),
-        final_norm=names.final_norm.removeprefix(prefix),
-        layer=names.layer.removeprefix(prefix),
-    )
+    return names.moved(lambda name: name.removeprefix(prefix))

@@ -78,14 +78,8 @@ def wrapped(
 
 def _older(names: TensorNames) -> TensorNames:
     prefix = "language_model."
-    return replace(
-        names,
-        embedding=prefix + names.embedding,
-        final_norm=prefix + names.final_norm,
-        head=prefix + names.head,
-        layer=prefix + names.layer,
-        images=_OF_IMAGES,
-    )
+    moved = names.moved(lambda name: prefix + name)
+    return replace(moved, head=prefix + names.head, images=_OF_IMAGES)
 
 
 def newer_names(names: TensorNames, images: Sequence[str]) -> TensorNames:
@@ -99,10 +93,4 @@ def newer_names(names: TensorNames, images: Sequence[str]) -> TensorNames:
     def moved(name: str) -> str:
         return f"model.language_model.{name.removeprefix('model.')}"
 
-    return replace(
-        names,
-        embedding=moved(names.embedding),
-        final_norm=moved(names.final_norm),
-        layer=moved(names.layer),
-        images=tuple(f"model.{prefix}" for prefix in images),
-    )
+    return replace(names.moved(moved), images=tuple(f"model.{prefix}" for prefix in images))

@@ -94,7 +94,7 @@ def decompose(
         return PassResult("decompose", copy_model(model), {})
     copy = copy_model(model)
     g = GraphBuilder("decomposed")
-    remade = {name for node in layers.values() for name in node.outputs}
+    remade = {name for node in layers.values() for name in node.outputs if name}
     g.reserve(names(copy) - remade)
     query_tile = _take_query_tile(copy, layers.values()) if bounds == "shapes" else None
     rewriter = _Rewriter(g, copy, tile_tokens, query_tile)
@@ -161,7 +161,8 @@ class _Rewriter:
         query, key, value = self._split_heads(layer)
         query, key = self._normalize(layer, dtype, query, key)
         if layer.do_rotary:
-            query, key = self._rotate(layer, plan, query), self._rotate(layer, plan, key)
+            query = self._rotate(layer, plan, query)
+            key = self._rotate(layer, plan, key) if layer.writes else key
         keys = self._update(layer, plan, key, PagedInput.KEY_CACHE, dtype, cache_dtype)
         if value is None:
             values = self._leading(layer, keys)
@@ -268,17 +269,21 @@ class _Rewriter:
         dtype: int,
         cache_dtype: int,
     ) -> str:
-        """Write x [T, kv_heads, head_size]; returns [tiles, kv_len, kv_heads, head_size]."""
-        g = self._g
-        is_key = position == PagedInput.KEY_CACHE
-        present = layer.outputs[1 if is_key else 2]
-        if cache_dtype != dtype:
-            x = ops.cast(g, x, cache_dtype)
-        if plan.written is not None:
-            x = g.node("Gather", [x, plan.written], axis=0)
-        cache, table = layer.input(position), plan.of_table(layer.input(PagedInput.BLOCK_TABLE))
-        g.node("ScatterND", [cache, table.slots, x], outputs=[present])
-        blocks = g.node("Gather", [present, table.tile_blocks], axis=0)
+        """Write x [T, kv_heads, head_size]; returns [tiles, kv_len, kv_heads, head_size].
+
+        What another layer has written is only read.
+        """
+        g, cache = self._g, layer.input(position)
+        table = plan.of_table(layer.input(PagedInput.BLOCK_TABLE))
+        if layer.writes:
+            present = layer.outputs[1 if position == PagedInput.KEY_CACHE else 2]
+            if cache_dtype != dtype:
+                x = ops.cast(g, x, cache_dtype)
+            if plan.written is not None:
+                x = g.node("Gather", [x, plan.written], axis=0)
+            g.node("ScatterND", [cache, table.slots, x], outputs=[present])
+            cache = present
+        blocks = g.node("Gather", [cache, table.tile_blocks], axis=0)
         if cache_dtype != dtype:
             blocks = ops.cast(g, blocks, dtype)
         shape = plan.kv_shape(layer.kv_num_heads, layer.head_size)

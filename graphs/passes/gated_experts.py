@@ -120,5 +120,7 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
 def swiglu_attributes(node: onnx.NodeProto) -> dict[str, float]:
     """What the activation of a `MoE` or `QMoE` differs in from a SiLU, as our operators have it."""
     swiglu, silu = Swiglu.of(node), Swiglu()
+    if swiglu.is_gelu:
+        return {"is_gelu": 1}
     found = {name: getattr(swiglu, name) for name in ("alpha", "up_offset", "limit")}
     return {name: value for name, value in found.items() if value != getattr(silu, name)}

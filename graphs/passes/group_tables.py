@@ -57,11 +57,16 @@ def group_tables(model: onnx.ModelProto, groups: LayerGroups) -> PassResult:
 
 
 def _layer_numbers(layers: Sequence[PagedAttentionNode], groups: LayerGroups) -> dict[str, int]:
-    """The layers by their key caches' names, once all fit the groups."""
+    """The layers by their key caches' names, as inputs and outputs, once all fit the groups."""
     count = len(groups.places)
     numbers = {contract.past_key(number): number for number in range(count)}
     found = [layer.input(PagedInput.KEY_CACHE) for layer in layers]
-    if sorted(found) != sorted(numbers):
+    own = [name for name, layer in zip(found, layers, strict=True) if layer.writes]
+    # What reads the keys and values of another layer finds them by that layer's table.
+    numbers |= {contract.present_key(number): number for number in range(count)}
+    if sorted(own) != sorted(map(contract.past_key, range(count))) or not numbers.keys() >= {
+        *found
+    }:
         raise ArtifactError(
             f"group_tables: groups are of {count} layers, whose PagedAttention nodes read "
             f"{contract.past_key(0)} and so on; the graph's read {found}"

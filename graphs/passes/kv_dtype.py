@@ -10,7 +10,13 @@ from onnx import TensorProto
 from onnxport.cache_rows import INT4, INT8, row_elements
 from onnxport.errors import ArtifactError
 from onnxport.graphs.inspect import set_attribute
-from onnxport.graphs.paged import PER_GROUP, PER_TOKEN, attention_nodes, is_paged_attention
+from onnxport.graphs.paged import (
+    PER_GROUP,
+    PER_TOKEN,
+    PagedInput,
+    attention_nodes,
+    is_paged_attention,
+)
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 KV_DTYPES: Final = {
@@ -63,6 +69,8 @@ def set_kv_dtype(model: onnx.ModelProto, dtype: str) -> PassResult:
     if granularity := GRANULARITIES.get(dtype):
         for node in (node for node in copy.graph.node if is_paged_attention(node)):
             set_attribute(node, "k_quant_type", granularity)
-            if len(node.output) > 2:  # of a latent cache the schema wants none for values
+            if node.input[
+                PagedInput.VALUE_CACHE
+            ]:  # of a latent cache the schema wants none for values
                 set_attribute(node, "v_quant_type", granularity)
     return PassResult("kv_dtype", copy, {f"caches to {dtype}": changed})

@@ -32,7 +32,7 @@ from onnx import TensorProto
 from onnxport.errors import ArtifactError
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.experts import FP4, GLOBAL_SCALES, Swiglu
+from onnxport.graphs.experts import FP4, GELU, GLOBAL_SCALES, Swiglu
 from onnxport.graphs.inspect import (
     attribute_int,
     attribute_text,
@@ -198,6 +198,8 @@ class _Layer:
     def _gated(self, g: GraphBuilder, gate: str, up: str) -> str:
         """What there is between the products, see `Swiglu`."""
         swiglu = Swiglu.of(self.node)
+        if swiglu.is_gelu:
+            return g.node("Mul", [ops.gelu_tanh(g, gate), up], name="gated")
         if swiglu.limit is not None:
             low, high = (self._number(g, one) for one in (-swiglu.limit, swiglu.limit))
             gate = g.node("Min", [gate, high], name="gate.limited")
@@ -285,7 +287,7 @@ def is_swiglu(node: onnx.NodeProto) -> bool:
         needed |= set(GLOBAL_SCALES)
     return (
         given in (needed, needed | biases)
-        and attribute_text(node, "activation_type") == "swiglu"
+        and attribute_text(node, "activation_type") in ("swiglu", GELU)
         and attribute_int(node, "swiglu_fusion", 0) == 1
         and attribute_int(node, "normalize_routing_weights", 0) == 1
     )

@@ -22,15 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.cache_rows import INT4, INT8, SCALE_BYTES, row_elements
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.blocks import (
     CacheCodec,
     CodedBlocks,
     HostBlocks,
+    SeveralBlocks,
     paired_layout,
     plain_layout,
     tiled_layout,
 )
+from onnxport.providers.layer_groups import CacheKind, cache_kinds
 from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.pool import PoolPlan
 from onnxport.providers.transfers import Blocks
@@ -62,24 +65,38 @@ def supported_dtypes(*, custom: bool, latent: bool = False) -> tuple[str, ...]:
 
 
 def allocate(
-    spec: ArchSpec, num_places: int, pool: PoolPlan, dtype: str, layout: Layout
-) -> tuple[list[LayerCaches], Blocks]:
-    """Zeroed caches of the layers that a block has room for, and what moves their blocks."""
-    kind = CACHE_DTYPES[dtype]
-    elements = row_elements(dtype, spec.head_size)
-    shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, elements)
-    caches: list[LayerCaches] = [
-        tuple(
-            huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES) for _ in range(spec.cache_parts)
-        )
-        for _ in range(num_places)
-    ]
+    spec: ArchSpec, groups: LayerGroups, pool: PoolPlan, dtype: str, layout: Layout
+) -> tuple[dict[CacheKind, LayerCaches], Blocks]:
+    """Zeroed caches of the places that a block has, and what moves their blocks."""
+    caches = {
+        kind: _zeros(spec, kind, pool, dtype) for kind in sorted(set(cache_kinds(spec, groups)))
+    }
+    by_heads: dict[tuple[int, int], list[LayerCaches]] = {}
+    for (_, *heads), arrays in caches.items():
+        by_heads.setdefault((heads[0], heads[1]), []).append(arrays)
+    moved = [_blocks(spec, own, size, dtype, layout) for (_, size), own in by_heads.items()]
+    return caches, moved[0] if len(moved) == 1 else SeveralBlocks(moved)
+
+
+def _zeros(spec: ArchSpec, kind: CacheKind, pool: PoolPlan, dtype: str) -> LayerCaches:
+    _, heads, size = kind
+    shape = (pool.num_blocks, pool.block_size, heads, row_elements(dtype, size))
+    return tuple(
+        huge_page_zeros(shape, CACHE_DTYPES[dtype], small_bytes=SMALL_BYTES)
+        for _ in range(spec.cache_parts)
+    )
+
+
+def _blocks(
+    spec: ArchSpec, caches: list[LayerCaches], head_size: int, dtype: str, layout: Layout
+) -> Blocks:
+    """What moves blocks of caches of one shape."""
     if spec.latent is not None:
-        return caches, HostBlocks(caches, plain_layout())
+        return HostBlocks(caches, plain_layout())
     if dtype in INTEGERS:
-        return caches, packed_blocks(caches, dtype, spec.head_size)
+        return packed_blocks(caches, dtype, head_size)
     layouts = {"plain": plain_layout(), "tiled": tiled_layout(TILE), "paired": paired_layout(TILE)}
-    return caches, HostBlocks(caches, layouts[layout])
+    return HostBlocks(caches, layouts[layout])
 
 
 def packed_blocks(caches: Sequence[LayerCaches], dtype: str, head_size: int) -> CodedBlocks:

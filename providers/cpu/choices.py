@@ -15,7 +15,7 @@ from onnxport.providers.host_options import refuse_device_options
 logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPE = "float32"  # of activations
-MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of the kernel
+MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 512, 8  # of the kernel
 MAX_LATENT_SIZE, LATENT_MULTIPLE = 1024, TILE  # of its rows of latents
 MAX_KEY_SIZE, MAX_TAPS = 256, 8  # of those of linear attention
 BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
@@ -66,7 +66,8 @@ def choose_kernel(options: LoadOptions, spec: ArchSpec) -> Path | None:
 def _unfit(spec: ArchSpec) -> str:
     """Why the kernel does not take a model's heads; "" if it does."""
     most, multiple = MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE
-    sizes, what = {spec.head_size}, "heads have"
+    sizes = {spec.heads_of(layer).head_size for layer in range(spec.num_layers)}
+    what = "heads have"
     if spec.latent is not None:
         most, multiple = MAX_LATENT_SIZE, LATENT_MULTIPLE
         sizes, what = {spec.head_size, spec.latent.kv_rank}, "rows of latents, or these, have"

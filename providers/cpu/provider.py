@@ -7,7 +7,7 @@ decomposed graph; `Probe.notes` and `Capabilities.attention` say which.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from onnxport.providers.cpu.state_pools import allocate_states
 from onnxport.providers.hidden_states import check_hidden_layers, final_features
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.latents import refuse_latent_adapters
+from onnxport.providers.layer_groups import CacheKind, cache_kinds
+from onnxport.providers.mixed_layers import refuse_mixed_adapters
 from onnxport.providers.ort import (
     CPU,
     CPU_EXECUTION_PROVIDER,
@@ -87,6 +89,7 @@ class CpuProvider:
             has_experts=True,
             has_states=True,
             has_latents=True,
+            has_mixed_layers=True,
             tells_states=True,
         )
         versions = {
@@ -121,7 +124,7 @@ class CpuProvider:
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
-        caches, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
+        caches, blocks = allocate(spec, groups, pool, cache_dtype, layout)
         model = OrtModel(
             session,
             replace(
@@ -140,7 +143,7 @@ class CpuProvider:
             else _step_memory(artifact, pool, free_bytes - held_bytes - states.num_bytes),
         )
         if kernel is not None:
-            arrays = [array for layer in caches for array in layer]
+            arrays = [array for place in caches.values() for array in place]
             has_planes = model.capabilities.takes_exact_logits
             settle_later(model, kernel, CachePages(arrays, SMALL_BYTES), has_planes=has_planes)
         return model
@@ -172,6 +175,7 @@ def _pool_planner(
         options,
         block_size=choose_block_size(options, kernel),
         item_bytes=row_bytes(cache_dtype, spec.head_size) / spec.head_size,
+        row_bytes=partial(row_bytes, cache_dtype),
         free_bytes=free_bytes,
         groups=groups,
     )
@@ -209,6 +213,7 @@ def _host_lora(artifact: Artifact, options: LoadOptions, kernel: Path | None) ->
     if not options.max_adapters:
         return None
     refuse_latent_adapters(artifact, options)
+    refuse_mixed_adapters(artifact, options)
     from onnxport.providers.device_arrays import DeviceArrays
     from onnxport.providers.host_lora import HostLora
 
@@ -264,19 +269,20 @@ def _capabilities(
         takes_exact_logits=contract.EXACT_LOGITS in inputs,
         summarizes_logits=contract.SUMMARY_SCALES in inputs,
         windows=groups.windows,
+        moves_blocks=artifact.manifest.model.has_even_caches,
         features=check_hidden_layers(artifact, options),
         final_features=final_features(artifact, options),
     )
 
 
 def _cache_tensors(
-    spec: ArchSpec, caches: Sequence[LayerCaches], groups: LayerGroups
+    spec: ArchSpec, caches: Mapping[CacheKind, LayerCaches], groups: LayerGroups
 ) -> list[CacheTensor]:
     """Each layer's caches under the graph's names, in the same memory; see `LayerGroups`."""
     return [
         CacheTensor(past, present, ort_value(cache))
-        for layer, (_, place) in zip(spec.cached_layers, groups.places, strict=True)
+        for layer, kind in zip(spec.cached_layers, cache_kinds(spec, groups), strict=True)
         for cache, (past, present) in zip(
-            caches[place], contract.cache_names(layer, len(caches[place])), strict=True
+            caches[kind], contract.cache_names(layer, len(caches[kind])), strict=True
         )
     ]

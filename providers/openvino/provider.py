@@ -32,6 +32,7 @@ from onnxport.providers.failures import device_error
 from onnxport.providers.hidden_states import refuse_hidden_states
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.latents import refuse_latents
+from onnxport.providers.mixed_layers import refuse_mixed_layers
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import cache_format, placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
@@ -115,6 +116,7 @@ class OpenVinoProvider:
         refuse_hidden_states(artifact, options, self.name)
         refuse_latents(artifact, self.name)
         refuse_states(artifact, self.name)
+        refuse_mixed_layers(artifact, self.name)
         core = new_core()
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
         _check_attention(options)

@@ -201,8 +201,11 @@ class Verifier:
             report = replace(report, agreement=Agreement(reference.provider, tokens))
         if not moves:
             return Checked(report, ())
-        if capabilities.state_slots:
-            tokens = skipped("transfer", "K/V alone are of no use to a model that has states")
+        if capabilities.state_slots or not capabilities.moves_blocks:
+            reason = "K/V alone are of no use to a model that has states"
+            if not capabilities.moves_blocks:
+                reason = "K/V of layers whose heads differ stay where they are"
+            tokens = skipped("transfer", reason)
             if reference is None and tolerance is EXACT and report.passed:
                 self._reference = Reference(name, alone, (), error)
             return Checked(report, (Transfer(name, tolerance.name, tokens),))

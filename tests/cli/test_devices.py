@@ -109,6 +109,7 @@ def test_the_json_has_it_all(
             "has_experts": False,
             "has_states": False,
             "has_latents": False,
+            "has_mixed_layers": False,
             "tells_states": False,
             "attention_dtypes": {},
         },

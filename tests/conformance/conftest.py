@@ -170,6 +170,14 @@ def loaded(
 
 
 @pytest.fixture
+def movable(loaded: Loaded) -> Loaded:
+    """One whose blocks can be read and written."""
+    if not loaded.model.capabilities.moves_blocks:
+        pytest.skip("caches of several shapes have no canonical form")
+    return loaded
+
+
+@pytest.fixture
 def glimpsed(
     request: pytest.FixtureRequest,
     artifact: Callable[[str, str], Path],

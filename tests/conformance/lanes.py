@@ -15,12 +15,13 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers import registry
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
-from tests.conformance.make import AWQ, LATENT, MXFP4, PRECISIONS
+from tests.conformance.make import AWQ, LATENT, MIXED, MXFP4, PRECISIONS
 from tests.conformance.rules import Rule
 
 POOL_TOKENS = 1024
 BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
 LATENT_FAMILIES = tuple(family for family, _ in LATENT)
+MIXED_FAMILIES = tuple(family for family, _ in MIXED)
 QUANTIZED = ("int8", "int4", AWQ, MXFP4)
 # An int8 cache whose scales each token has to itself: coarse, and the same in any batch. Attention
 # of random weights is steep; measured: 0.41, and mostly below 0.2; of latents with experts 1.4.
@@ -113,7 +114,8 @@ def _cpu_lanes() -> list[Lane]:
 
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
-    refused = ("gemma2", *LATENT_FAMILIES)  # its attention caps no scores, and has no latents
+    # Its attention caps no scores, and has no latents.
+    refused = ("gemma2", *LATENT_FAMILIES, *MIXED_FAMILIES)
     return [
         Lane("openvino", "openvino", exact, refused=refused),
         Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),
@@ -124,10 +126,13 @@ def _device_lanes() -> list[Lane]:
     """Providers that share their lowering, as they choose; where emulated, int4 in float32 too."""
     options = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
     devices = [name for name in registry.PROVIDERS if name not in registry.HOSTS]
-    lanes = [Lane(name, name, options) for name in devices]
+    lanes = [Lane(name, name, options, refused=MIXED_FAMILIES) for name in devices]
     # Decode steps are replayed on cuda if nothing is said, and are not where it is emulated.
     step_by_step = {**options, "capture_graphs": False}
-    lanes.append(Lane("cuda-step-by-step", "cuda", step_by_step, precisions=("fp16", "int4")))
+    halves = ("fp16", "int4")
+    lanes.append(
+        Lane("cuda-step-by-step", "cuda", step_by_step, precisions=halves, refused=MIXED_FAMILIES)
+    )
     replayed = {**options, "capture_graphs": True}
     lanes.append(
         Lane(
@@ -135,12 +140,13 @@ def _device_lanes() -> list[Lane]:
             "cuda",
             replayed,
             emulated=True,
-            precisions=("fp16", "int4"),
-            refused=LATENT_FAMILIES,  # steps of decomposed attention are not replayed
+            precisions=halves,
+            # steps of decomposed attention are not replayed
+            refused=(*LATENT_FAMILIES, *MIXED_FAMILIES),
         )
     )
     for name in registry.EMULATED:
-        emulated = Lane(f"{name}-emulated", name, options, emulated=True)
+        emulated = Lane(f"{name}-emulated", name, options, emulated=True, refused=MIXED_FAMILIES)
         wide = {**options, "dtype": "float32"}
         exact = replace(emulated, name=f"{name}-emulated-float32", options=wide)
         lanes += [emulated, replace(exact, precisions=("int4",))]

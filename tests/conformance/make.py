@@ -36,9 +36,12 @@ LATENT: Final = (
     ("deepseek-v3", "fp16"),
     ("glm4-moe-lite", "fp32"),
 )
+# Layers that differ in their heads or share keys and values, which only the processor has.
+MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
+    *MIXED,
     ("afmoe", "fp16"),
     ("afmoe-dense", "int4"),
     ("apertus", "int4"),

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import mxfp4
+from onnxport.exporter.plan import EMBEDDING
 from onnxport.exporter.reference import Array, forward
 from onnxport.graphs.artifact import Artifact
 
@@ -22,9 +23,9 @@ class ArtifactWeights:
         self._values = {one.name: artifact.read_tensor(one) for one in initializers}
         self._group_size = artifact.manifest.group_size
 
-    def embed(self, token_ids: NDArray[np.int64]) -> Array:
+    def embed(self, token_ids: NDArray[np.int64], role: str = EMBEDDING) -> Array:
         """See `WeightSource`."""
-        return self._embedding()[token_ids]
+        return self._table(role)[token_ids]
 
     def vector(self, role: str) -> Array:
         """See `WeightSource`."""
@@ -62,7 +63,7 @@ class ArtifactWeights:
     def head(self, x: Array) -> Array:
         """See `WeightSource`."""
         tied = "head.weight" not in self._values
-        return x @ self._embedding().T if tied else self.linear("head", x)
+        return x @ self._table(EMBEDDING).T if tied else self.linear("head", x)
 
     def _experts(self, role: str) -> Array:
         """The weights of each expert, [experts, N, K]."""
@@ -80,12 +81,12 @@ class ArtifactWeights:
         )
         return rows.reshape(*weight.shape[:2], -1)
 
-    def _embedding(self) -> Array:
-        """The table, [vocab, hidden]; its quantized rows are stored one after the other."""
-        rows = self._values.get("embedding.rows")
+    def _table(self, role: str) -> Array:
+        """A table, [vocab, columns]; its quantized rows are stored one after the other."""
+        rows = self._values.get(f"{role}.rows")
         if rows is None:
-            return self._values["embedding.weight"].astype(np.float32)
-        scales = self._values["embedding.scales"]
+            return self._values[f"{role}.weight"].astype(np.float32)
+        scales = self._values[f"{role}.scales"]
         return self._dequantize(rows.reshape(*scales.shape, -1), scales)
 
     def _dequantize(

@@ -21,7 +21,7 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
 from tests.conformance.conftest import Combination, chosen_lanes, combinations, is_fast
 from tests.conformance.lanes import Lane
-from tests.conformance.make import DIAGONAL, LATENT
+from tests.conformance.make import DIAGONAL, LATENT, MIXED
 from tests.conformance.models import FewSlots, step
 from tests.conformance.rules import Rule, check_logits, check_tokens, rule_of
 from tests.conformance.workload import PROMPTS
@@ -67,7 +67,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for lane in chosen_lanes(metafunc.config):
         for one in combinations(lane):
             pair = (one.family, one.precision)
-            if (lane.name not in WHOLE and pair not in DIAGONAL) or pair in LATENT:
+            if (lane.name not in WHOLE and pair not in DIAGONAL) or pair in (*LATENT, *MIXED):
                 continue
             slow = [] if is_fast(one) else [pytest.mark.slow]
             name = f"{lane.name}-{one.family}-{one.precision}"

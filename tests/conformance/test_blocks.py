@@ -33,30 +33,30 @@ def is_lossless(limits: Capabilities) -> bool:
     return limits.kv_cache_dtype == limits.kv_format.dtype
 
 
-def test_blocks_are_read_as_they_were_written(loaded: Loaded) -> None:
-    limits = loaded.model.capabilities
+def test_blocks_are_read_as_they_were_written(movable: Loaded) -> None:
+    limits = movable.model.capabilities
     blocks = [3, 1, limits.num_blocks - 1, 0]
     content = some_content(limits, len(blocks))
-    loaded.model.write_blocks(blocks, content)
-    found = loaded.model.read_blocks(blocks)
+    movable.model.write_blocks(blocks, content)
+    found = movable.model.read_blocks(blocks)
     assert found.dtype == content.dtype
     if is_lossless(limits):
         assert found.nbytes == len(blocks) * limits.kv_block_bytes
         assert (found == content).all()
     else:  # 8 bits: off by half a step of what 256 levels make of the range
         assert np.abs(found - content).max() <= np.ptp(content) / 255
-    assert (loaded.model.read_blocks([0, 3]) == found[[3, 0]]).all()
+    assert (movable.model.read_blocks([0, 3]) == found[[3, 0]]).all()
 
 
-def test_a_copy_is_exact(loaded: Loaded) -> None:
-    limits = loaded.model.capabilities
+def test_a_copy_is_exact(movable: Loaded) -> None:
+    limits = movable.model.capabilities
     sources, targets = [3, 1, 5], [4, limits.num_blocks - 1, 0]
-    loaded.model.write_blocks(sources, some_content(limits, 3, seed=1))
-    loaded.model.write_blocks(targets, some_content(limits, 3, seed=2))
-    expected = loaded.model.read_blocks(sources)
-    loaded.model.copy_blocks(sources, targets)
-    assert (loaded.model.read_blocks(targets) == expected).all()
-    assert (loaded.model.read_blocks(sources) == expected).all()
+    movable.model.write_blocks(sources, some_content(limits, 3, seed=1))
+    movable.model.write_blocks(targets, some_content(limits, 3, seed=2))
+    expected = movable.model.read_blocks(sources)
+    movable.model.copy_blocks(sources, targets)
+    assert (movable.model.read_blocks(targets) == expected).all()
+    assert (movable.model.read_blocks(sources) == expected).all()
 
 
 def test_a_copied_half_filled_block_forks_a_sequence(loaded: Loaded) -> None:
@@ -87,12 +87,12 @@ def test_a_copied_half_filled_block_forks_a_sequence(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (5, 1), (17, 3, 1)], ids=str)
-def test_a_step_writes_its_own_slots_alone(loaded: Loaded, lengths: tuple[int, ...]) -> None:
+def test_a_step_writes_its_own_slots_alone(movable: Loaded, lengths: tuple[int, ...]) -> None:
     """Also where a provider pads a step to a shape that it has compiled.
 
     What follows the new tokens in their last block is nobody's yet, and may be cleared.
     """
-    model, limits = loaded.model, loaded.model.capabilities
+    model, limits = movable.model, movable.model.capabilities
     size, everything = limits.block_size, list(range(limits.num_blocks))
     model.write_blocks(everything, some_content(limits, limits.num_blocks))
     before = model.read_blocks(everything)

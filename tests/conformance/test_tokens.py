@@ -104,17 +104,19 @@ def test_alone(loaded: Loaded, alone: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_together(loaded: Loaded, alone: list[list[int]], way: Callable[[Model], Outcome]) -> None:
+    if way is swapped and not loaded.model.capabilities.moves_blocks:
+        pytest.skip("caches of several shapes have no canonical form")
     found = way(Wrapped(loaded.model)).tokens
     check(loaded, found)
     if loaded.rule.identical:
         assert found == alone
 
 
-def test_a_sequence_moves_in_mid_generation(loaded: Loaded) -> None:
+def test_a_sequence_moves_in_mid_generation(movable: Loaded) -> None:
     """Prefilled on one provider, decoded on the other; there and back, and the other way round."""
-    here, size = loaded.model, loaded.model.capabilities.block_size
+    here, size = movable.model, movable.model.capabilities.block_size
     blocks = [9, 4, 7, 2][: -(-(len(SYSTEM) + NEW_TOKENS) // size)]
-    there = partner_of(loaded.lane).open(loaded.path, block_size=size)
+    there = partner_of(movable.lane).open(movable.path, block_size=size)
 
     def go(*route: Model) -> list[int]:
         tokens, past, last = list(SYSTEM), 0, None
@@ -140,8 +142,8 @@ def test_a_sequence_moves_in_mid_generation(loaded: Loaded) -> None:
             [here, there, there, here, here, here, there, here],
         ):
             found = go(*route)
-            check_tokens(loaded.rule, loaded.reference, SYSTEM, found, greedy.params)
-            if loaded.rule.identical and loaded.lane.rule is None:
+            check_tokens(movable.rule, movable.reference, SYSTEM, found, greedy.params)
+            if movable.rule.identical and movable.lane.rule is None:
                 assert found == stay
     finally:
         there.close()

@@ -38,6 +38,7 @@ _QWEN_VISION: Mapping[str, int] = {
 }
 VISION: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model"},
+    "gemma4": {"num_key_value_heads": 2, "head_dim": 8},
     "mistral3": {"model_type": "pixtral", "head_dim": 8},
     "qwen3_5": _QWEN_VISION,
     "qwen3_5_moe": _QWEN_VISION,
@@ -53,6 +54,15 @@ BASE: Mapping[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
+}
+GEMMA4: Mapping[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 6,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 8.0,
+    "rms_norm_eps": 0.05,  # so that each norm's tells
+    "tie_word_embeddings": True,
 }
 GPT_OSS_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -85,6 +95,7 @@ class Case:
     context_length: int | None = None  # of the export
     inside: str | None = None  # a model that reads images, too
     mxfp4: bool = False  # experts of one tensor are stored in it
+    centres: Mapping[str, float] = field(default_factory=dict)  # as CENTRES
 
 
 def _rope(kind: str, **values: Any) -> Case:
@@ -247,6 +258,89 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
         inside="gemma3",
+    ),
+    "gemma4": Case(  # as 31B: heads of two sizes, keys that are values, windows
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        torch.bfloat16,
+    ),
+    "gemma4-shared": Case(  # as E2B: layers are told of tokens, and read the K/V of others
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+        },
+        centres={"q_norm.weight": 0.4},  # as scores are not scaled
+    ),
+    "gemma4-windows": Case(  # layers with a window take most of the memory, and give it up
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 8,
+            "layer_types": ["sliding_attention"] * 5
+            + ["full_attention", "sliding_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+        centres={"q_norm.weight": 0.4},
+    ),
+    "gemma4-moe": Case(  # as 26B-A4B: experts beside a feed-forward layer
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+        torch.bfloat16,
+        centres={"router.scale": 1.0, "per_expert_scale": 1.0},
+    ),
+    "gemma4-moe-all": Case(  # every token is given to all experts, so that rounding chooses none
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 16,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 4,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma4-images": Case(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "final_logit_softcapping": None,
+            "global_head_dim": 16,
+        },
+        torch.bfloat16,
+        inside="gemma4",
     ),
     "granite": Case(
         "granite",
@@ -1041,12 +1135,15 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
     for name, parameter in model.named_parameters():
         is_scale = "norm" in name and name.endswith("weight")
         centre = 1.0 if is_scale and case.family not in OFFSET_NORMS else 0.0
-        centre = next((one for end, one in CENTRES.items() if name.endswith(end)), centre)
+        centres = {**CENTRES, **case.centres}
+        centre = next((one for end, one in centres.items() if name.endswith(end)), centre)
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
             buffer.copy_(torch.randn_like(buffer) * 0.3)
+        if name.endswith("layer_scalar"):
+            buffer.copy_(torch.rand_like(buffer) * 0.5 + 0.5)
     model.to(case.dtype)
     packed = _pack_experts(model) if case.mxfp4 else {}
     model.save_pretrained(folder, max_shard_size="20KB" if case.shards else "5GB", **saving)

@@ -15,6 +15,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.decompose_linear import decompose_linear
+from onnxport.graphs.passes.float_experts import use_float_experts
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.passes.state_slots import use_state_slots
@@ -29,7 +30,9 @@ BLOCK_SIZE = 4
 def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.InferenceSession:
     """A session with float32 activations and, in MatMulNBits, float32 arithmetic."""
     model = artifact.load_graph("gqa" if kind == "gqa" else "paged")
-    if kind == "split":
+    spec = artifact.manifest.model
+    is_gelu = spec.experts is not None and spec.hidden_act == "gelu_tanh"  # not ONNX Runtime's
+    if kind == "split" or (kind == "decomposed" and is_gelu):
         model = split_experts(model).model
     retyped = retype(model, artifact.read_tensor)
     model = set_accuracy(retyped.model, 1).model
@@ -43,6 +46,7 @@ def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.Inf
     )
     if kind == "custom":
         model = use_state_slots(model).model
+        model = use_float_experts(model).model if is_gelu else model
         options.register_custom_ops_library(str(kernel))
     if retyped.attached:
         values = [ort.OrtValue.ortvalue_from_numpy(value) for value in retyped.attached.values()]
@@ -102,12 +106,13 @@ class PagedRunner:
         self._session = session
         order = np.random.default_rng(0).permutation(2 * 32).astype(np.int32)
         self._table = order.reshape(2, 32)
-        shape = (order.size, BLOCK_SIZE, spec.num_kv_heads, spec.head_size)
-        self._caches = {
-            name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
-            for layer in spec.cached_layers
-            for name, _ in contract.cache_names(layer, spec.cache_parts)
-        }
+        self._caches = {}
+        for layer in spec.cached_layers:
+            heads = spec.heads_of(layer)
+            shape = (order.size, BLOCK_SIZE, heads.num_kv_heads, heads.head_size)
+            for name, _ in contract.cache_names(layer, spec.cache_parts):
+                cache = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+                self._caches[name] = cache
         self._caches |= _states(spec)
         self._has_states = spec.linear is not None
         self._state = 0

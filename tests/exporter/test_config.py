@@ -84,6 +84,8 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
         assert spec.latent.query_size == peer.qk_head_dim
         assert spec.attended_size == peer.num_attention_heads * peer.v_head_dim
         return
+    if spec.global_heads is not None:
+        peer = peer.per_layer_config["sliding_attention"]
     assert spec.num_kv_heads == peer.num_key_value_heads
     width = peer.hidden_size // peer.num_attention_heads
     assert spec.head_size == (getattr(peer, "head_dim", None) or width)

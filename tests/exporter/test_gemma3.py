@@ -161,6 +161,7 @@ def test_one_rotary_embedding_is_stored_once() -> None:
         {"attn_logit_softcapping": 50.0},
         {"final_logit_softcapping": 30.0},
         {"use_bidirectional_attention": True},
+        {"use_bidirectional_attention": "vision"},
         {"hidden_activation": "gelu"},
         {"hidden_act": "gelu_pytorch_tanh"},  # which transformers ignores
         {"layer_types": [FULL] * 6},

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs.experts_spec import ExpertsSpec
+from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.spec import ROPE_PARAMETERS, ArchSpec, RopeSpec
 from tests.graphs.artifacts import LATENT, OF_LATENTS, SPEC
 
@@ -24,6 +25,7 @@ PARAMETERS: dict[str, Any] = {
     "beta_slow": 1.0,
     "truncate": True,
     "factors": (1.0,) * 16,
+    "rotated_pairs": 4,
 }
 
 
@@ -186,9 +188,11 @@ def test_latent_attention_that_is_wrong_is_refused(changes: dict[str, Any], mess
         ArchSpec.from_json(value | {"latent": value["latent"] | changes})
 
 
-def test_experts_have_a_silu() -> None:
-    with pytest.raises(ValueError, match="activation silu"):
-        replace(SPEC, experts=EXPERTS, hidden_act="gelu_tanh")
+def test_experts_whose_activation_is_bounded_have_a_silu() -> None:
+    assert replace(SPEC, experts=EXPERTS, hidden_act="gelu_tanh").experts == EXPERTS
+    for name in ("alpha", "up_offset", "limit"):
+        with pytest.raises(ValueError, match="activation silu"):
+            replace(SPEC, experts=replace(EXPERTS, **{name: 2.0}), hidden_act="gelu_tanh")
 
 
 def test_scales_and_epsilons_with_norms_on_outputs() -> None:
@@ -299,3 +303,83 @@ def test_anything_else_is_an_artifact_error(value: Any) -> None:
         ArchSpec.from_json(value)
     with pytest.raises(ArtifactError):
         ArchSpec.from_json(SPEC.to_json() | {"rope": value})
+
+
+MIXED = replace(
+    SPEC,
+    qk_norm=True,
+    qkv_bias=False,
+    output_norms=True,
+    num_layers=4,
+    sliding_window=(8, None, 8, None),
+    local_rope=rope("linear"),
+    attention_scale=1.0,
+    global_heads=HeadsSpec(head_size=64, num_kv_heads=1, keys_are_values=True),
+    value_norm=True,
+    shared_kv_layers=2,
+    shared_kv_intermediate_size=8,
+    layer_scales=True,
+    layer_input_size=4,
+)
+
+
+def test_layers_that_differ_survive_json() -> None:
+    assert ArchSpec.from_json(json.loads(json.dumps(MIXED.to_json()))) == MIXED
+    assert [MIXED.kv_source(layer) for layer in range(4)] == [0, 1, 0, 1]
+    assert MIXED.cached_layers == (0, 1)
+    assert not MIXED.has_even_caches
+    assert [len(MIXED.qkv_parts(layer)) for layer in range(4)] == [3, 2, 1, 1]
+    assert not {"global_heads", "layer_scales", "value_norm"} & set(SPEC.to_json())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv_bias": True}, "does not go with qkv_bias"),
+        ({"qk_norm": False}, "does not go with qk_norm = false"),
+        ({"output_norms": None}, "does not go with output_norms = false"),
+        ({"local_rope": None}, "needs a local_rope"),
+        ({"attention_scale": None}, "needs an attention_scale"),
+        ({"sliding_window": (8,) * 4}, "with and without a window"),
+        ({"shared_kv_layers": 4}, "shared_kv_layers is 4 of 4 layers"),
+        ({"shared_kv_layers": 3}, "one of each window"),
+        ({"shared_kv_layers": 0}, "shared_kv_layers is 0"),
+        ({"shared_kv_layers": None}, "needs shared_kv_layers"),
+        ({"layer_input_size": 0}, "layer_input_size must be positive"),
+        ({"global_heads": {"head_size": 64}}, "missing 'num_kv_heads'"),
+        (
+            {"global_heads": {"head_size": 64, "num_kv_heads": 0, "keys_are_values": False}},
+            "num_kv_heads of global heads must be positive, is 0",
+        ),
+        (
+            {"global_heads": {"head_size": 64, "num_kv_heads": 3, "keys_are_values": False}},
+            "not a multiple of the 3 KV heads",
+        ),
+        (
+            {"global_heads": {"head_size": 16, "num_kv_heads": 1, "keys_are_values": False}},
+            "rotary_dim 32 exceeds head_size 16",
+        ),
+    ],
+)
+def test_layers_that_differ_and_are_wrong_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        ArchSpec.from_json(json.loads(json.dumps(MIXED.to_json() | changes)))
+
+
+@pytest.mark.parametrize("pairs", [0, -1, 17])
+def test_pairs_that_turn_are_some_of_all(pairs: int) -> None:
+    with pytest.raises(ValueError, match="from 1 to the 16 pairs"):
+        rope("proportional", rotated_pairs=pairs)
+
+
+def test_experts_apart_need_a_shared_layer_and_norms_of_what_they_add() -> None:
+    apart = replace(EXPERTS, shared_size=8, shared_gated=None, apart=True)
+    spec = replace(SPEC, experts=apart, output_norms=True)
+    assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    for changes in ({"shared_size": None}, {"shared_gated": True}):
+        with pytest.raises(ValueError, match="need a shared layer without a gate"):
+            replace(apart, **changes)
+    with pytest.raises(ValueError, match="experts apart need output_norms"):
+        replace(spec, output_norms=None)

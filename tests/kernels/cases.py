@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tests.kernels.reference import CACHE_TYPES, Case, quantize, quantize_int4
@@ -82,10 +84,10 @@ def drop_blocks_left_of_window(case: Case) -> Case:
     return case.replace(block_table=table)
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int, head_sizes: Sequence[int] = HEAD_SIZES) -> Case:
     rng = np.random.default_rng(seed)
     num_heads, kv_heads = HEADS[rng.integers(len(HEADS))]
-    head_size = int(rng.choice(HEAD_SIZES))
+    head_size = int(rng.choice(head_sizes))
     number, kind = divmod(seed, 4)
     cache_type = list(CACHE_TYPES)[kind + (kind == 3 and number % 2)]  # int8 and int4 by turns
     layout = LAYOUTS[cache_type][number % len(LAYOUTS[cache_type])]

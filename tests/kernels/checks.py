@@ -72,7 +72,8 @@ def check(case: Case, found: tuple[np.ndarray, np.ndarray, np.ndarray | None]) -
     if case.has_integers:
         check_integers(case, expected, output)
         return
-    np.testing.assert_allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=case.name)
+    allowed = TOLERANCE * max(1.0, case.head_size / 256)  # a score is a sum over channels
+    np.testing.assert_allclose(output, expected, rtol=allowed, atol=allowed, err_msg=case.name)
 
 
 def check_integers(case: Case, expected: np.ndarray, found: np.ndarray) -> None:

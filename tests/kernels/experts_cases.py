@@ -35,6 +35,7 @@ class Extras:
     alpha: float = 1.0
     up_offset: float = 0.0
     limit: float = np.inf
+    is_gelu: bool = False
 
     def replace(self, **changes: object) -> Extras:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -43,7 +44,8 @@ class Extras:
     def attributes(self) -> dict[str, float]:
         """Those of the operator."""
         found = {name: getattr(self, name) for name in ("alpha", "up_offset", "limit")}
-        return {name: value for name, value in found.items() if value != getattr(NONE, name)}
+        found = {name: value for name, value in found.items() if value != getattr(NONE, name)}
+        return found | ({"is_gelu": 1} if self.is_gelu else {})
 
     def bounded(self, joined: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Gate, and what it is multiplied with."""
@@ -293,7 +295,10 @@ def definition(case: ExpertsCase) -> NDArray[np.float64]:
             joined = joined + case.extras.gate_up_bias[number]
         gate, up = case.extras.bounded(joined)
         with np.errstate(over="ignore"):
-            activated = gate / (1 + np.exp(-case.extras.alpha * gate)) * up
+            steep = case.extras.alpha * gate
+            if case.extras.is_gelu:
+                steep = np.sqrt(8 / np.pi) * gate * (1 + 0.044715 * gate**2)
+            activated = gate / (1 + np.exp(-steep)) * up
         made = matmul_cases.expected(expert.down.replace(x=activated.astype(np.float32)))
         if case.extras.down_bias is not None:
             made = made + case.extras.down_bias[number]

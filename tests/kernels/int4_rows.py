@@ -21,7 +21,7 @@ def num_groups(head_size: int) -> int:
 
 
 def head_size_of(width: int) -> int:
-    return next(size for size in range(8, 257, 8) if row_bytes(size) == width)
+    return next(size for size in range(8, 513, 8) if row_bytes(size) == width)
 
 
 def half_channels(size: int) -> tuple[list[int], list[int]]:

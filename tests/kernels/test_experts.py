@@ -62,6 +62,19 @@ def test_it_is_what_it_says_with_biases_and_another_activation(
         experts_cases.check(case, experts_cases.run(library_path, case))
 
 
+def test_a_gelu_in_the_place_of_the_silu(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets
+) -> None:
+    case = experts_cases.case_with_extras()
+    case = case.replace(extras=experts_cases.NONE.replace(is_gelu=True))
+    silu = case.replace(extras=experts_cases.NONE)
+    for sets in available_sets:
+        use(library, sets)
+        found = experts_cases.run(library_path, case)
+        experts_cases.check(case, found)
+        assert (found != experts_cases.run(library_path, silu)).any()
+
+
 @pytest.mark.parametrize("name", ["gate_up_bias", "down_bias", "alpha", "up_offset", "limit"])
 def test_each_of_them_tells(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, name: str
@@ -282,6 +295,7 @@ def test_other_ranks(library_path: Path, available_sets: Sets) -> None:
         ({"alpha": float("nan")}, "alpha must be positive, found -?nan"),
         ({"up_offset": float("inf")}, "up_offset must be finite, found inf"),
         ({"limit": -7.0}, "limit must be positive, found -7"),
+        ({"is_gelu": 1, "alpha": 2.0}, "is_gelu excludes alpha, up_offset and limit"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(

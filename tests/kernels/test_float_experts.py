@@ -68,6 +68,19 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
         assert alone.tobytes() == whole.tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gelu_in_the_place_of_the_silu(
+    library_path: Path, library: ctypes.CDLL, isas: list[str], dtype: type
+) -> None:
+    case = float_experts_cases.make_case(5, dtype, (64, 75, 67), 9, (5, 2)).replace(is_gelu=True)
+    for isa in isas:
+        assert library.onnxport_cpu_set_isa(isa.encode())
+        found = float_experts_cases.run(library_path, case)
+        float_experts_cases.check(case, found)
+        silu = float_experts_cases.run(library_path, case.replace(is_gelu=False))
+        assert (np.abs(found - silu) > 1e-3).any()
+
+
 def test_more_rows_than_are_computed_at_once(library_path: Path) -> None:
     case = float_experts_cases.make_case(1, np.float16, (64, 40, 33), 2100, (9, 2))
     found = float_experts_cases.run(library_path, case)
@@ -154,6 +167,7 @@ def test_other_ranks(library_path: Path) -> None:
         ({"alpha": 0.0}, "alpha must be positive, found 0"),
         ({"up_offset": float("inf")}, "up_offset must be finite, found inf"),
         ({"limit": -7.0}, "limit must be positive, found -7"),
+        ({"is_gelu": 1, "alpha": 2.0}, "is_gelu excludes alpha, up_offset and limit"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(

@@ -11,6 +11,12 @@ from onnxport.kv.groups import CacheGroups
 from onnxport.providers.base import Model, StepInputs
 
 
+def no_numbers(content: NDArray[np.generic]) -> NDArray[np.generic]:
+    """NaN in place of all; of integers every byte of a scale that is none."""
+    spoiled = {np.dtype(np.int8): -1, np.dtype(np.uint8): 255}.get(content.dtype, np.nan)
+    return np.full_like(content, spoiled)
+
+
 class Sequences:
     """Several sequences whose blocks lie anywhere; what a window leaves behind is given away.
 
@@ -32,10 +38,12 @@ class Sequences:
 
     def spoil(self, blocks: Sequence[int]) -> None:
         """Fill blocks with NaN."""
-        content = self.model.read_blocks(blocks)
-        # of integers every byte of a scale that is no number
-        spoiled = {np.dtype(np.int8): -1, np.dtype(np.uint8): 255}.get(content.dtype, np.nan)
-        self.model.write_blocks(blocks, np.full_like(content, spoiled))
+        if self.model.capabilities.moves_blocks:
+            spoiled = no_numbers(self.model.read_blocks(blocks))
+            self.model.write_blocks(blocks, spoiled)
+            return
+        for part in getattr(self.model, "_blocks")._parts:  # caches of one shape  # noqa: B009
+            part.write(blocks, no_numbers(part.read(blocks)))
 
     def run(self, new: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Compute the next tokens of each sequence; returns the logits of all, [tokens, vocab]."""

@@ -114,9 +114,9 @@ def test_products_are_of_pairs_where_they_may_be_rounded(
     layouts = []
     allocate = cpu.allocate
 
-    def note(spec: object, places: int, pool: object, dtype: str, layout: str) -> object:
+    def note(spec: object, groups: object, pool: object, dtype: str, layout: str) -> object:
         layouts.append((dtype, layout))
-        return allocate(spec, places, pool, dtype, layout)  # type: ignore[arg-type]
+        return allocate(spec, groups, pool, dtype, layout)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cpu, "allocate", note)
     path = exported(tmp_path, "int4")

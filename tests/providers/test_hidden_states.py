@@ -40,7 +40,19 @@ from tests.tiers import crossed
 
 Floats = NDArray[np.float32]
 FAMILIES = (
-    *("llama", "qwen2", "gemma3", "gemma2", "granite", "olmo2", "phi3", "gpt-oss", "helium"),
+    *(
+        "llama",
+        "qwen2",
+        "gemma3",
+        "gemma4",
+        "gemma4-shared",
+        "gemma2",
+        "granite",
+        "olmo2",
+        "phi3",
+        "gpt-oss",
+        "helium",
+    ),
     "cohere2",
 )
 # provider, emulated, options

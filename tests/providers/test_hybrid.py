@@ -114,7 +114,7 @@ def test_memory_is_of_as_many_layers_as_a_group_has(
 
     def note(*arguments: Any) -> Any:
         pairs, blocks = allocate(*arguments)
-        allocated.append(sum(cache.nbytes for pair in pairs for cache in pair))
+        allocated.append(sum(cache.nbytes for pair in pairs.values() for cache in pair))
         return pairs, blocks
 
     monkeypatch.setattr(cpu, "allocate", note)

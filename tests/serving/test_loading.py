@@ -456,7 +456,13 @@ def test_a_fallback_that_lacks_what_the_model_needs_is_refused_at_once(
     else:
         found.manifest.embedding = embedding
     found.manifest.model = SimpleNamespace(
-        linear=None, latent=latent, draft=None, hidden_size=8, vocab_size=SPEC.vocab_size
+        linear=None,
+        latent=latent,
+        draft=None,
+        hidden_size=8,
+        vocab_size=SPEC.vocab_size,
+        has_mixed_layers=False,
+        has_even_caches=True,
     )
     monkeypatch.setattr(loading, "read_artifact", lambda path, options: found)
     limits = EngineConfig(**config)

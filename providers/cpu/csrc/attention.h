@@ -77,7 +77,7 @@ struct Problem {
   int64_t batch;          // sequences
   int64_t num_heads;      // query heads
   int64_t kv_heads;       // divides num_heads
-  int64_t head_size;      // multiple of 8 in [8, 256]; of a latent row, of 16 in [16, 1024]
+  int64_t head_size;      // multiple of 8 in [8, 512]; of a latent row, of 16 in [16, 1024]
   int64_t value_size;     // channels of a value and of a head's output: head_size, or fewer of a latent row
   int64_t num_blocks;     // blocks in the cache
   int64_t block_size;     // tokens in a block; a multiple of 16 in the tiled layout

@@ -94,7 +94,7 @@ struct Run {
         up[j] = pairs[2 * j + 1] + (bias ? bias[2 * j + 1] : 0.f);
       }
       float* output = activations + (piece.part + i) * experts.inner + piece.first;
-      kernels.gate({gate, up, nullptr, nullptr, output, count, false, experts.swiglu});
+      kernels.gate({gate, up, nullptr, nullptr, output, count, experts.is_gelu, experts.swiglu});
     }
   }
 

@@ -14,7 +14,8 @@ struct FloatExperts {
   const void* down;     // [num_experts][n][inner]
   const float* gate_up_bias;  // [num_experts][2 * inner], likewise; null: none
   const float* down_bias;     // [num_experts][n]; null: none
-  const Swiglu* swiglu;       // null: a SiLU
+  const Swiglu* swiglu;       // null: a SiLU, or a GELU
+  bool is_gelu;               // see Gate
   Routing routing;
 
   int64_t rows;

@@ -15,7 +15,7 @@ constexpr int kSegment = 512;   // keys whose result is kept apart and merged in
 constexpr int kRowBlock = 128;  // query rows that share the loaded keys
 constexpr int kTurnRows = 16;   // query rows of each of several heads, at most, that take turns
 constexpr int kMostScoreRows = 32;
-constexpr int kMaxHeadSize = 256;
+constexpr int kMaxHeadSize = 512;
 constexpr int kMaxLatentSize = 1024;
 
 // A row is one query head of one token. The rows of a kv head are numbered token by token, the

@@ -124,6 +124,7 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   auto kernel = std::make_unique<ExpertsKernel>(api, experts);
   kernel->swiglu = read_swiglu(api, info, kName);
   if (!is_silu(kernel->swiglu)) kernel->settings.expert.swiglu = &kernel->swiglu;
+  kernel->settings.expert.is_gelu = read_is_gelu(api, info, kName, kernel->swiglu);
   read_biases(api, info, joined, down, *kernel);
   pack_experts_gate_up(experts, first.quants.as<const uint8_t>(), stored_scales(first, kStored),
                        kernel->gate_up.data());

@@ -63,6 +63,7 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   auto kernel =
       std::make_unique<ExpertsKernel>(ExpertsKernel{api, experts, read_swiglu(api, info, kName)});
   if (!is_silu(kernel->swiglu)) kernel->settings.swiglu = &kernel->swiglu;
+  kernel->settings.is_gelu = read_is_gelu(api, info, kName, kernel->swiglu);
   return kernel;
 }
 

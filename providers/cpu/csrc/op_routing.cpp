@@ -47,6 +47,14 @@ bool is_silu(const Swiglu& swiglu) {
          swiglu.limit == silu.limit;
 }
 
+bool read_is_gelu(const Api& api, const ort::KernelInfo* info, const char* op,
+                  const Swiglu& swiglu) {
+  const bool is_gelu = has_flag(api, info, "is_gelu");
+  if (is_gelu && !is_silu(swiglu))
+    fail(api, ort::kInvalidArgument, "%s: is_gelu excludes alpha, up_offset and limit", op);
+  return is_gelu;
+}
+
 const float* read_logits(const Api& api, const ort::KernelContext* context, const char* op,
                          int64_t rows, int64_t num_experts) {
   const ort::Value* value = nullptr;

@@ -16,6 +16,10 @@ Swiglu read_swiglu(const Api& api, const ort::KernelInfo* info, const char* op);
 
 bool is_silu(const Swiglu& swiglu);
 
+// The attribute is_gelu, see Gate. Throws a Failure beside what a SiLU has not.
+bool read_is_gelu(const Api& api, const ort::KernelInfo* info, const char* op,
+                  const Swiglu& swiglu);
+
 // The router's, input 1: [rows][num_experts]. Throws a Failure where they are not.
 const float* read_logits(const Api& api, const ort::KernelContext* context, const char* op,
                          int64_t rows, int64_t num_experts);
