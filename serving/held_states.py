@@ -63,11 +63,8 @@ class HeldStates:
             return
         assert request.keys is not None
         if request.kept is not None:
-            self._pool.drop(request.kept)
-        key = request.keys.key(index - 1)
-        if stopped:  # one on another's way would be replaced
-            self._pool.hide(key)
-        kept = self._pool.register(request.state, key)
+            self._pool.pass_by(request.kept)
+        kept = self._pool.register(request.state, request.keys.key(index - 1), stays=stopped)
         request.kept = None if stopped else kept
 
     def share(self, request: Request) -> int:
@@ -81,6 +78,12 @@ class HeldStates:
         request.state = self._pool.release(request.state)
         if request.kept is not None:
             self._pool.hand_out_last(request.kept)
+
+    def settle(self, request: Request) -> None:
+        """A request has ended: its latest state stays, whoever else had it on their way."""
+        if self._pool is not None and request.kept is not None:
+            self._pool.settle(request.kept)
+            request.kept = None
 
     def hide(self, keys: KeyChain | None) -> None:
         """Hide the states behind all blocks of a chain."""

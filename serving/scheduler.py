@@ -197,6 +197,7 @@ class Scheduler:
             self._queues.waiting.remove(request)
             self._leave_queue(request)
         self._release(request)
+        self._states.settle(request)
         for one in (request, *request.siblings):
             assert one.finish_reason is None, f"{one} has ended already"
             one.finish_reason = reason

@@ -219,11 +219,29 @@ def test_a_state_where_one_stops_outlives_that_of_another_on_its_way() -> None:
     assert keys is not None
     assert pool.find(keys.key(3)) == states.requests["b"].state
     states.step(only=["a"])
-    assert pool.find(keys.key(3)) == states.requests["a"].state
     for _ in range(4):
         states.step(only=["b"])
     assert pool.find(keys.key(3)) is not None
     assert states.requests["b"].num_computed_tokens == 60
+
+
+@pytest.mark.parametrize("ends", ["a", "b"])
+def test_a_state_where_one_has_ended_stays_when_its_like_goes_on(ends: str) -> None:
+    states = caching()
+    states.submit("a", range(6), cached=True)
+    states.submit("b", range(6), cached=True)
+    requests = states.requests.values()
+    while min(request.num_computed_tokens for request in requests) < 12:
+        due = [name for name, one in states.requests.items() if one.num_computed_tokens < 12]
+        states.step(only=due)
+    keys = states.requests["a"].keys
+    assert keys is not None
+    states.finish(ends)
+    for _ in range(8):
+        states.slots()
+    other = states.requests["b" if ends == "a" else "a"]
+    assert other.num_computed_tokens == 20
+    assert states.pool_of_states.find(keys.key(2)) is not None
 
 
 def test_states_on_the_way_through_a_prompt_are_replaced() -> None:
@@ -538,7 +556,7 @@ def test_what_was_kept_is_forgotten_when_another_model_takes_over() -> None:
     for _ in range(2):
         states.slots()
     requests = states.requests.values()
-    assert [request.kept is not None for request in requests] == [True, True, False]  # b1 is as b
+    assert [request.kept is not None for request in requests] == [True, True, True]
     states.scheduler.move_to(BlockPool(40, 4), 4, 16, StatePool(8))
     assert all(request.kept is None for request in requests)
     states.scheduler.check()
