@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.states import NO_TOKENS, StatePool, StateStep
@@ -36,13 +36,26 @@ class HeldStates:
         if self._pool is not None and step is not None:
             self._pool.rollback(step)
 
-    def commit(self, plan: StepPlan, step: StateStep | None) -> None:
-        """The step ran: its requests hold what it wrote."""
+    @property
+    def are_there(self) -> bool:
+        """Whether the model has states."""
+        return self._pool is not None
+
+    def commit(self, plan: StepPlan, step: StateStep | None, undone: Collection[int]) -> None:
+        """The step ran: its requests hold what it wrote.
+
+        Args:
+            plan: of the step.
+            step: what it reads and writes.
+            undone: rows whose new state is of guesses that proved wrong; they hold the old one.
+        """
         if self._pool is None or step is None:
             return
-        assert not plan.drafts, "states cannot go back behind guesses that are wrong"
         self._pool.commit(step)
-        for request, state in zip(plan.requests, step.writes, strict=True):
+        for row, (request, state) in enumerate(zip(plan.requests, step.writes, strict=True)):
+            if row in undone:
+                self._pool.release(state)
+                continue
             self._pool.release(request.state)
             request.state = state
             if request.kept is not None:

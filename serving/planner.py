@@ -16,6 +16,8 @@ The policy:
   links the two requests: if the first one is gone, the second goes on.
 * What is left of the budget and of the blocks when everybody has got theirs may go to drafts:
   tokens that are guessed to follow those of a row that decodes. They cost nobody anything but time.
+* Where a model has states and guesses proved wrong, a request computes what it owes
+  (`Request.num_owed_tokens`) with its next token, before prompts get theirs.
 * A waiting request starts when free blocks hold all its tokens beside what prompts that have begun
   have still to take, so blocks run out only by decoding. Of layers with a window all is what the
   window sees: what is behind it is given up after each step. A request that has to wait for room
@@ -138,7 +140,7 @@ class Planner:
         budget = budget_tokens or self._max_num_batched_tokens
         draft = self._choose(budget, only, loading)
         if guess is not None and draft.num_decodes and draft.budget:
-            drafts = guess(draft.requests[: draft.num_decodes], draft.budget)
+            drafts = guess(draft.due(), draft.budget)
             for row in range(draft.num_decodes):
                 if guessed := drafts.get(draft.requests[row]):
                     draft.add_draft(row, guessed)
@@ -182,30 +184,38 @@ class Planner:
         return Draft(self._pool, budget, rows)
 
     def _plan_decodes(self, draft: Draft, only: Collection[Request] | None) -> list[Request]:
-        """Plan the running requests that need one token; returns the others.
+        """Plan the running requests that need one token, and what they owe; returns the others.
 
         Blocks that are missing come from the last in rank, which may be the very one that needs
-        them.
+        them. What is owed gets what the budget has beside a token for each running request; where
+        that is too little, some of it has to wait for the next step.
         """
         block_size, column = self._pool.block_size, len(self._pool.groups)
         prefills: list[Request] = []
+        spare = max(0, draft.budget - len(self._queues.running if only is None else only))
         last_first = reversed(self._queues.running)
         beams: BeamGroup | None = None  # whose rows there is room for
         for request in self._queues.running:
             num_past = request.num_computed_tokens
-            if len(request.tokens) - num_past > 1:
+            num_new = len(request.tokens) - num_past
+            if num_new > 1 + request.num_owed_tokens:
                 prefills.append(request)
                 continue
             if only is not None and request not in only:
                 continue
-            if num_past == len(request.tokens):  # it waits for the other beams
+            if not num_new:  # it waits for the other beams
                 continue
             if request.beams is not None and request.beams is not beams:
                 beams = request.beams
                 self._make_room_for_beams(draft, beams, last_first, only)
             blocks = request.table.blocks
-            missing = int(num_past == len(blocks) * block_size)
-            copies = request.forked and not missing and draft.must_copy(blocks[-1])
+            is_full = num_past == len(blocks) * block_size
+            missing = int(is_full)
+            if num_new > 1:
+                num_new = min(num_new, 1 + spare)
+                spare -= num_new - 1
+                missing = draft.missing(request, num_past + num_new)
+            copies = request.forked and not is_full and draft.must_copy(blocks[-1])
             while (missing + copies) * column > draft.free and request not in draft.yielding:
                 draft.closed = True
                 victim = next(last_first)
@@ -215,7 +225,7 @@ class Planner:
                     copies = copies and draft.must_copy(blocks[-1])
             if draft.yielding and request in draft.yielding:
                 break  # all that follow are behind it, so they have yielded too
-            draft.add_decode(request, missing + copies, copies=copies)
+            draft.add_decode(request, missing + copies, copies=copies, num_new=num_new)
         return [request for request in prefills if request not in draft.yielding]
 
     def _make_room_for_beams(

@@ -331,10 +331,13 @@ class Scheduler:
             plan: of the step.
             reservation: what was taken for it.
             accepted: row -> the first tokens of its draft that proved right, which are about to be
-                the request's. What was computed of the others is given up.
+                the request's. What was computed of the others is given up, and where there are
+                states all that the row has computed, for the state behind it cannot go back.
         """
+        accepted = accepted or {}
+        undone = self._undone(plan, accepted)
         kv.commit(self._pool, reservation)
-        self._states.commit(plan, reservation.states)
+        self._states.commit(plan, reservation.states, undone)
         block_size, gives_up = self._pool.block_size, bool(self._pool.groups.windowed)
         for row, request in enumerate(plan.requests):
             num_past, num_new = plan.num_past[row], plan.num_new[row]
@@ -345,10 +348,14 @@ class Scheduler:
             total = num_past + num_new
             right: Sequence[int] = ()
             if row in plan.drafts:
-                right = accepted.get(row, ()) if accepted else ()
+                right = accepted.get(row, ())
                 total -= len(plan.drafts[row]) - len(right)
+                if row in undone:
+                    request.num_owed_tokens, total = total - num_past, num_past
                 kv.release_tail(self._pool, request.table, blocks_for(total, block_size))
             request.num_computed_tokens = total
+            if request.num_owed_tokens and row not in undone:
+                request.num_owed_tokens = max(0, request.num_owed_tokens - num_new)
             if total // block_size > num_past // block_size and request.keys is not None:
                 self._register(request, num_past // block_size, total // block_size, right)
                 self._states.keep(request, stopped=row in plan.stopped)
@@ -372,6 +379,9 @@ class Scheduler:
             waits = request.beams is not None and request in request.beams.found  # for others
             assert 0 <= request.num_computed_tokens <= len(request.tokens)
             assert (request.num_computed_tokens == len(request.tokens)) == waits, request
+            num_left = len(request.tokens) - request.num_computed_tokens
+            assert 0 <= request.num_owed_tokens <= max(0, num_left - 1), request
+            assert request.running or not request.num_owed_tokens, request
             needed = blocks_for(request.num_computed_tokens, self._pool.block_size)
             assert len(request.table) == needed, f"{request}: {len(request.table)} columns"
             for group, gone in enumerate(request.table.given_up):
@@ -383,6 +393,13 @@ class Scheduler:
             assert plan == self._planner.plan(), "what follows is not what would be planned"
         queued = sum(not one.num_preemptions for one in self._queues.waiting)
         assert self.num_queued == queued, f"{self.num_queued} counted, {queued} queued"
+
+    def _undone(self, plan: StepPlan, accepted: Mapping[int, Sequence[int]]) -> Collection[int]:
+        """Return the rows of a plan whose states are of wrong guesses."""
+        if not self._states.are_there:
+            return ()
+        drafts = plan.drafts.items()
+        return {row for row, draft in drafts if len(accepted.get(row, ())) < len(draft)}
 
     def _fit_rows(self, request: Request) -> None:
         """Let the completions of a waiting request go their own ways if they do not fit one step.
@@ -418,7 +435,7 @@ class Scheduler:
         self._queues.num_rows -= request.num_rows
         request.running = False
         request.forked = False
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_owed_tokens = 0
         request.num_preemptions += 1
         self._queues.waiting.add(request)
         self.num_preemptions += 1

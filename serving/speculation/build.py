@@ -56,13 +56,15 @@ def build_speculator(
         ProviderError: the provider cannot run the draft model.
         CapacityError: it does not fit the memory.
     """
+    recomputes = _spec(target).linear is not None
     if config.method == "grammar":
-        return Speculator(ForcedDrafter(), config)
+        return Speculator(ForcedDrafter(), config, recomputes=recomputes)
     if config.method == "suffix":
-        return Speculator(ForcedDrafter(_suffix_drafter(config)), config)
+        suffixes = _suffix_drafter(config)
+        return Speculator(ForcedDrafter(suffixes), config, recomputes=recomputes)
     if config.model is None:
         ngrams = NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
-        return Speculator(ForcedDrafter(ngrams), config)
+        return Speculator(ForcedDrafter(ngrams), config, recomputes=recomputes)
     check_draft(config, target)
     shared = shared or LoadOptions()
     threads = config.threads or _default_threads(config.model)
@@ -82,7 +84,7 @@ def build_speculator(
     vocab_size = _spec(target).vocab_size
     if head is None:
         drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, threads)
-        return Speculator(drafter, config)
+        return Speculator(drafter, config, recomputes=recomputes)
     tokens = read_draft_tokens(config.model)
     sizes = head.features, _spec(config.model).hidden_size
     reader = HeadDrafter(model, tokens, sizes, max_num_batched_tokens, vocab_size, threads)

@@ -405,6 +405,18 @@ class StatefulMachine(EngineMachine):
     has_states = True
 
 
+class GuessingStatefulMachine(GuessingMachine):
+    """Such models with drafts, which a state cannot go back behind; most are wrong."""
+
+    tiers = ({},)
+    has_states = True
+
+    def speculator(self) -> Prophet | None:
+        super().speculator()
+        self.prophet.errs = 2
+        return self.prophet
+
+
 class LosingStatefulMachine(LosingMachine):
     """Such models on devices that are lost one after another, with more slots or fewer."""
 
@@ -414,6 +426,7 @@ class LosingStatefulMachine(LosingMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestStatefulMachine = StatefulMachine.TestCase
+TestGuessingStatefulMachine = GuessingStatefulMachine.TestCase
 TestLosingStatefulMachine = LosingStatefulMachine.TestCase
 TestWindowedMachine = WindowedMachine.TestCase
 TestGuessingWindowedMachine = GuessingWindowedMachine.TestCase
@@ -430,6 +443,7 @@ TestEngineMachine.settings = TestTieredMachine.settings = settings(
 TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=examples(100))
 TestGuessingMachine.settings = TestLosingMachine.settings
 TestWindowedMachine.settings = TestStatefulMachine.settings = TestEngineMachine.settings
+TestGuessingStatefulMachine.settings = TestLosingMachine.settings
 TestLosingStatefulMachine.settings = TestLosingMachine.settings
 TestGuessingWindowedMachine.settings = TestLosingMachine.settings
 TestLosingWindowedMachine.settings = TestLosingMachine.settings
