@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -36,6 +39,14 @@ from tests.serving.pooling import LAST, MEAN, embed
 from tests.serving.prophet import Prophet
 
 PROMPT = list(range(1, 23))
+
+
+class Reader(Prophet):
+    """A guesser that is to be told of the model's hidden states, as heads are."""
+
+    @property
+    def reader(self) -> Any:
+        return self
 
 
 class StateBench(Bench):
@@ -586,8 +597,11 @@ def test_a_model_without_room_for_a_sequence_is_refused() -> None:
         ({"kv_host_memory": 1 << 20}, r": kv_host_memory \(K/V are of no use"),
         ({"kv_disk": "blocks"}, r": kv_disk \(K/V"),
         ({"kv_host_memory": 1 << 20, "kv_disk": "blocks"}, "kv_host_memory and kv_disk"),
-        ({"speculation": SpeculationConfig(method="ngram")}, "speculation"),
-        ({"speculator": Prophet(lambda request: [])}, "speculation"),
+        (
+            {"speculation": SpeculationConfig("eagle3", model=Path("head"))},
+            "speculation by an EAGLE-3 head",
+        ),
+        ({"speculator": Reader(lambda request: [])}, "speculation by an EAGLE-3 head"),
         ({"max_adapters": 1}, "max_adapters"),
         ({"kv_disk": "blocks", "max_adapters": 1}, "kv_disk .*; max_adapters"),
     ],
