@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from onnxport.serving.guesses import StateReader
+from onnxport.serving.guesses import MOST_OWED, StateReader
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import TOKEN_ID_TYPECODE, Request
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -163,7 +163,8 @@ class Machine:
     def step(self) -> int:
         """Make one step; returns how many tokens it brought."""
         rests = self.speculator.rests()
-        guesses = {} if rests else self.speculator.propose(self.requests, 512)
+        asked = [one for one in self.requests if one.num_owed_tokens < MOST_OWED]
+        guesses = {} if rests or not asked else self.speculator.propose(asked, 512)
         if guesses:
             self.speculator.note_planned(sum(map(len, guesses.values())))
         self.told.append(self.speculator.reader is not None)
@@ -181,7 +182,7 @@ class Machine:
             tokens += right
             again = 1 + right if self.recomputes and right < len(guess) else 0
             one.num_owed_tokens = one.num_owed_tokens + again if again else 0
-        if not rests:
+        if not rests and asked:
             self.speculator.note_step(rows, rows + owed + self.lengths[-1], taken_s)
         return tokens
 

@@ -244,7 +244,7 @@ def test_it_comes_near_the_best_length_where_tokens_are_computed_again(  # type:
 ) -> None:
     machine = Machine(step_s, rate, recomputes=True)
     machine.run(100)
-    assert machine.run(1500) > 0.95 * best_again(machine)
+    assert machine.run(1500) > 0.9 * best_again(machine)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
