@@ -97,6 +97,11 @@ class StatePool:
         kept = self._by_key.get(key)
         return None if kept is None else kept.slot
 
+    def stays(self, key: bytes) -> bool:
+        """Whether there is a state under a key that outlives those on whose way it is."""
+        kept = self._by_key.get(key)
+        return kept is not None and kept.stays
+
     def share(self, slot: int) -> int:
         """Add one owner to a slot that is used or has a key, or is NO_TOKENS; returns it."""
         if slot != NO_TOKENS:

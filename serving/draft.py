@@ -76,7 +76,9 @@ class Draft:
         closed: whether no waiting request may start in this step any more.
         drafts: row -> guessed tokens that are computed after its own.
         found: what is cached that prompts can go on from.
-        stops: after how many tokens the states of prompts should be kept, ascending.
+        stops: after how many tokens the states of prompts should be kept.
+        ahead: prompts that were looked up, and wait for no state that another one comes by; only
+            where there are states.
         leading: keys of the blocks that are being computed, and by whom.
         starting: waiting requests that have their rows and blocks, if not always tokens yet.
     """
@@ -87,6 +89,7 @@ class Draft:
         "_groups",
         "_pool",
         "_taken",
+        "ahead",
         "budget",
         "claimed",
         "closed",
@@ -124,6 +127,7 @@ class Draft:
         self.drafts: dict[int, tuple[int, ...]] = {}
         self.found: dict[Request, Found] = {}
         self.stops: dict[Request, tuple[int, ...]] = {}
+        self.ahead: list[Request] = []
         self.leading: dict[bytes, Request] = {}
         self.starting: set[Request] = set()
         self.requests: list[Request] = []
@@ -254,6 +258,17 @@ class Draft:
         self.free -= num_columns * len(self._groups)
         self.claimed += self.pending(request, shared, self.num_new_columns[row]) - claim
         return taken
+
+    def reached(self, request: Request, block_size: int) -> int:
+        """After how many tokens a prompt can stop no more, as far as the plan has grown.
+
+        Where it ends by now it may still stop, if that is not where it has begun.
+        """
+        if request in self.requests:
+            row = self.requests.index(request)
+            if self.num_new[row]:
+                return self.num_past[row] + self.num_new[row] - 1
+        return request.num_computed_tokens + len(self.found[request]) * block_size
 
     def claim(self, request: Request) -> int:
         """How many blocks a running prompt has still to take; 0 for one that decodes."""

@@ -23,8 +23,10 @@ The policy:
   window sees: what is behind it is given up after each step. A request that has to wait for room
   keeps all that come after it waiting too.
 * Where a model has states, a prompt stops for a step where its state is worth keeping
-  (`Hits.stops`). What is in the cache ends at such a state, and nobody waits for what another row
-  is computing.
+  (`Hits.stops`). What is in the cache ends at such a state. A prompt that begins as another one
+  does which is being computed waits for it if that spares it enough (`hits.LEAST_SHARED`), and that
+  one stops where the two part. Nothing links them here, either: whoever comes first in the next
+  plan computes what they have in common, so nobody waits for one that is gone or has passed by.
 * The beams of a search start and yield together: what each of them needs next is known only when
   all have been computed as far.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
@@ -267,6 +269,8 @@ class Planner:
                     lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
             if starting and draft.budget:
                 self._admit(draft, level, lanes, only, loading)
+            if only is None and self._queues.waiting:
+                self._hits.foresee(draft, self.next_in_line())
             turns = self._queues.shares_of(level).turns(lanes)
             while draft.budget and (tenant := turns.current()) is not None:
                 taken = self._advance(draft, lanes[tenant], turns.allowance(draft.budget))
