@@ -129,7 +129,7 @@ class Hits:
         least = self._least
         for request in waiting if draft.ahead else ():
             keys = request.keys
-            if request in draft.starting or keys is None or len(keys) < least:
+            if request in draft.found or keys is None or len(keys) < least:
                 continue
             first = keys.key(least - 1)
             if any(_has_key(one.keys, least - 1, first) for one in draft.ahead):
@@ -143,7 +143,8 @@ class Hits:
     def _waits(self, draft: Draft, request: Request, have: int) -> bool:
         """Whether a prompt waits for a state that another one comes by, and stops for.
 
-        Of several the one with the most in common. A prompt of its own state goes on from that.
+        Of several the one with the most in common. Who has a state of its own goes on from that. As
+        one that has been stopped for once has a state there, no two stops are near each other.
 
         Args:
             draft: where those are that go on.
@@ -163,7 +164,7 @@ class Hits:
         probe = keys.key(first - 1)
         best: tuple[int, Request] | None = None
         for one in draft.ahead:
-            if one.keys is None or not draft.stops[one] or not _has_key(one.keys, first - 1, probe):
+            if one.keys is None or not _has_key(one.keys, first - 1, probe):
                 continue
             common = _num_common(keys, one.keys, first, min(last, len(one.keys)))
             comes_by = common * block_size > draft.reached(one, block_size)
@@ -171,22 +172,10 @@ class Hits:
                 best = common, one
         if best is None:
             return False
-        self._stop(draft, best[1], first * block_size, best[0] * block_size)
+        stop = best[0] * block_size
+        if stop not in draft.stops[best[1]]:
+            draft.stops[best[1]] += (stop,)
         return True
-
-    def _stop(self, draft: Draft, request: Request, first: int, parts: int) -> None:
-        """Let a prompt stop where another parts from it, or a little earlier where it stops anyway.
-
-        Args:
-            draft: the plan.
-            request: the prompt.
-            first: after how many tokens a state is of use at the earliest.
-            parts: and where they part.
-        """
-        stops, reached = draft.stops[request], draft.reached(request, self._pool.block_size)
-        early = max(first, reached + 1, parts - LEAST_SHARED + 1)
-        if not any(early <= stop <= parts for stop in stops):
-            draft.stops[request] = (*stops, parts)
 
 
 def _has_key(keys: KeyChain | None, index: int, key: bytes) -> bool:

@@ -140,6 +140,19 @@ def test_a_lower_priority_waits_for_what_a_higher_one_reaches_in_this_step() -> 
     assert rows(states.step()) == [("high", 128, 3), ("low", 128, 8)]
 
 
+def test_who_has_a_state_of_its_own_goes_on_from_it() -> None:
+    states = bench(budget=128)
+    for number, name in enumerate("ab"):
+        states.submit(name, prompt(number), cached=True)
+        states.scheduler._planner._max_num_batched_tokens = 64
+        states.step(only=[name])
+        states.pool.reset_cache()
+        assert states.states is not None
+        states.states.reset_cache()
+    states.scheduler._planner._max_num_batched_tokens = 128
+    assert rows(states.step()) == [("a", 64, 72), ("b", 64, 56)]
+
+
 def test_of_two_the_one_with_more_in_common_is_waited_for() -> None:
     states = bench(budget=400)
     longer = [*prompt(0, 100), 1]
