@@ -257,7 +257,19 @@ def test_wrong_guesses_cost_little_where_tokens_are_computed_again(  # type: ign
     assert machine.run(1000) > 0.98 * machine.plain()
 
 
-def test_what_is_computed_again_is_charged_to_the_guesses() -> None:
+def test_a_step_that_computes_again_is_a_loss() -> None:
+    machine = Machine(memory_bound, 0.9, recomputes=True)
+    machine.run(100)
+    speculator = machine.speculator
+    speculator._settle()
+    before_s = speculator._ledger.balance_s
+    speculator.note_step(1, 9, memory_bound(9))  # without a guess
+    speculator._settle()
+    lost_s = before_s - speculator._ledger.balance_s
+    assert lost_s == pytest.approx(memory_bound(9) - memory_bound(1), rel=0.2)
+
+
+def test_guesses_do_not_pay_by_what_is_computed_again() -> None:
     """Half of them are right, which pays where nothing is computed again, and not here."""
 
     def step_s(num_tokens: int) -> float:

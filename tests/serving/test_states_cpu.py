@@ -17,6 +17,7 @@ from onnxport.providers.cpu.library import find_library
 from onnxport.serving import loading
 from onnxport.serving.engine import Engine
 from onnxport.serving.prompts import TokensPrompt
+from onnxport.serving.speculation.build import build_speculator
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.verify.verifier import Checks, Verifier
 from tests.conformance.make import export_options
@@ -147,6 +148,14 @@ def test_verify(artifact: tuple[Path, str]) -> None:
 def test_what_does_not_go_with_states_is_refused(artifact: tuple[Path, str]) -> None:
     with pytest.raises(OptionError, match=r"kv_host_memory .*; max_adapters .*\. Leave them out"):
         LLM(artifact[0], provider="cpu", kv_host_memory=1 << 20, max_adapters=1)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "grammar"])
+def test_who_guesses_knows_that_tokens_are_computed_again(
+    artifact: tuple[Path, str], method: str
+) -> None:
+    config = SpeculationConfig(method)  # type: ignore[arg-type]
+    assert build_speculator(config, artifact[0], "cpu", 64)._recomputes
 
 
 def test_guesses_by_options(artifact: tuple[Path, str], expected: Any) -> None:
