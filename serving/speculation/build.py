@@ -39,6 +39,8 @@ def build_speculator(
     max_num_batched_tokens: int,
     trials: Path | None = None,
     shared: LoadOptions | None = None,
+    *,
+    recomputes: bool = False,
 ) -> Speculator:
     """Return what guesses for the model in `target`; a draft model is loaded.
 
@@ -50,13 +52,13 @@ def build_speculator(
         trials: folder of measured trials for the provider "auto", see `open_model`.
         shared: options of the target, of which a draft model takes over what is not the device's:
             `graph_cache` and `coarse_head`.
+        recomputes: see `Speculator`; so it is where the target has states.
 
     Raises:
         ArtifactError: a folder is not a valid artifact, or the two have not the same tokens.
         ProviderError: the provider cannot run the draft model.
         CapacityError: it does not fit the memory.
     """
-    recomputes = _spec(target).linear is not None
     if config.method == "grammar":
         return Speculator(ForcedDrafter(), config, recomputes=recomputes)
     if config.method == "suffix":

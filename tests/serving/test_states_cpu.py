@@ -17,8 +17,8 @@ from onnxport.providers.cpu.library import find_library
 from onnxport.serving import loading
 from onnxport.serving.engine import Engine
 from onnxport.serving.prompts import TokensPrompt
-from onnxport.serving.speculation.build import build_speculator
 from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.speculator import Speculator
 from onnxport.serving.verify.verifier import Checks, Verifier
 from tests.conformance.make import export_options
 from tests.exporter import checkpoints
@@ -151,15 +151,12 @@ def test_what_does_not_go_with_states_is_refused(artifact: tuple[Path, str]) -> 
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "grammar"])
-def test_who_guesses_knows_that_tokens_are_computed_again(
-    artifact: tuple[Path, str], method: str
-) -> None:
+def test_guesses_by_options(artifact: tuple[Path, str], method: str) -> None:
+    path, attention = artifact
     config = SpeculationConfig(method)  # type: ignore[arg-type]
-    assert build_speculator(config, artifact[0], "cpu", 64)._recomputes
-
-
-def test_guesses_by_options(artifact: tuple[Path, str], expected: Any) -> None:
-    for config in (SpeculationConfig("ngram"), SpeculationConfig("suffix")):
-        tokens, stats, _ = answers(artifact, speculation=config, max_num_seqs=3)
-        assert tokens == expected
-        assert stats.speculation is not None
+    with LLM(path, provider="cpu", threads=1, attention=attention, speculation=config) as llm:
+        guesses = llm._engine._guessing._guesses
+        assert isinstance(guesses, Speculator)
+        assert guesses._recomputes
+        [output] = llm.generate([TokensPrompt(prompt_token_ids=PROMPTS[3])], PARAMS[0])
+        assert len(output.outputs[0].token_ids) == 30
