@@ -8,8 +8,9 @@ The policy:
   left of the token budget goes to prompts: by priority, then tenant by tenant in turns, then by
   deadline, then in the order of arrival; under "fcfs" in the order of arrival alone. As every
   running request holds one of `max_num_seqs` rows, prompts get at least `max_num_batched_tokens -
-  max_num_seqs + 1` tokens a step. A row that is free goes to the tenant of the highest priority
-  that holds the fewest.
+  max_num_seqs + 1` tokens a step; where the model has states, less what wrong guesses of the step
+  before made due again, which had what prompts left then. A row that is free goes to the tenant of
+  the highest priority that holds the fewest.
 * Whatever is in the cache is not computed. What another row is computing in this step is not
   computed either: a request whose next block is on its way lets this step pass, and finds it in
   the next one. Of requests with one next block that of the highest priority computes it. Nothing
