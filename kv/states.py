@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from onnxport.errors import CapacityError
 
@@ -27,11 +27,21 @@ class StateStep:
     writes: tuple[int, ...]  # distinct ones, which nobody else owns
 
 
-class Kept(NamedTuple):
-    """A slot that was registered, under its key; another slot may have come in its place."""
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A state that can be found, for as long as the pool has it under its key.
+
+    Attributes:
+        slot: that has it.
+        key: under which it is found.
+        num_passing: sequences on whose way it is, which do without it when they have a later one.
+        stays: whether it can be found all the same when these have gone on.
+    """
 
     slot: int
     key: bytes
+    num_passing: int = 0
+    stays: bool = False
 
 
 class StatePool:
@@ -60,7 +70,7 @@ class StatePool:
         self.num_slots = num_slots
         self._refs = [0] * (num_slots + 1)
         self._keys: list[bytes | None] = [None] * (num_slots + 1)
-        self._by_key: dict[bytes, int] = {}
+        self._by_key: dict[bytes, Kept] = {}
         self._blank = list(range(num_slots, 0, -1))  # a stack
         self._kept: OrderedDict[int, None] = OrderedDict()  # free, the longest unused first
 
@@ -84,7 +94,13 @@ class StatePool:
 
     def find(self, key: bytes) -> int | None:
         """The slot, used or free, that is the state of the tokens up to `key`."""
-        return self._by_key.get(key)
+        kept = self._by_key.get(key)
+        return None if kept is None else kept.slot
+
+    def stays(self, key: bytes) -> bool:
+        """Whether there is a state under a key that outlives those on whose way it is."""
+        kept = self._by_key.get(key)
+        return kept is not None and kept.stays
 
     def share(self, slot: int) -> int:
         """Add one owner to a slot that is used or has a key, or is NO_TOKENS; returns it."""
@@ -107,37 +123,57 @@ class StatePool:
                     self._kept[slot] = None
         return NO_TOKENS
 
-    def register(self, slot: int, key: bytes) -> Kept | None:
-        """Make a used slot findable; None if another one is found under its key, which stays."""
+    def register(self, slot: int, key: bytes, *, stays: bool = False) -> Kept:
+        """Make a used slot findable.
+
+        If another one is found under its key already, that stays if it is used. A free one gives
+        up the key: it may be handed out before this one, which then could not be found.
+
+        Args:
+            slot: the state.
+            key: of the tokens that it is the state of.
+            stays: whether it outlives those on whose way it is, of whom the caller is not one.
+        """
         assert self._refs[slot] > 0, f"slot {slot} is free and cannot be registered"
-        if self._keys[slot] is not None or key in self._by_key:
-            return None
-        self._keys[slot] = key
-        self._by_key[key] = slot
-        return Kept(slot, key)
+        kept = self._by_key.get(key)
+        if kept is None:
+            kept = self._by_key[key] = Kept(slot, key)
+            self._keys[slot] = key
+        elif kept.slot in self._kept:
+            self._forget(kept.slot)
+            kept.slot = slot
+            self._keys[slot] = key
+        if stays:
+            kept.stays = True
+        else:
+            kept.num_passing += 1
+        return kept
 
     def hide(self, key: bytes) -> None:
         """Make the slot under a key, used or free, unfindable, if there is one."""
-        slot = self._by_key.pop(key, None)
-        if slot is not None:
-            self._keys[slot] = None
-            if slot in self._kept:
-                del self._kept[slot]
-                self._blank.append(slot)
+        kept = self._by_key.pop(key, None)
+        if kept is not None:
+            self._forget(kept.slot)
 
-    def drop(self, kept: Kept) -> None:
-        """Make what was registered unfindable, if it still is under its key."""
-        if self._by_key.get(kept.key) == kept.slot:
+    def pass_by(self, kept: Kept) -> None:
+        """One on whose way it is has a later state: with the last one it is found no more."""
+        kept.num_passing -= 1
+        if not kept.num_passing and not kept.stays and self._has(kept):
             self.hide(kept.key)
 
+    def settle(self, kept: Kept) -> None:
+        """One on whose way it is has ended there, so that it stays."""
+        kept.num_passing -= 1
+        kept.stays = True
+
     def hand_out_first(self, kept: Kept) -> None:
-        """Let what was registered, if nobody uses it, go before all else that is kept."""
-        if self._by_key.get(kept.key) == kept.slot and kept.slot in self._kept:
+        """Let it, if nobody uses it and it does not stay, go before all else that is kept."""
+        if not kept.stays and self._has(kept) and kept.slot in self._kept:
             self._kept.move_to_end(kept.slot, last=False)
 
     def hand_out_last(self, kept: Kept) -> None:
-        """Let what was registered, if nobody uses it, go after all else that is kept."""
-        if self._by_key.get(kept.key) == kept.slot and kept.slot in self._kept:
+        """Let it, if nobody uses it, go after all else that is kept."""
+        if self._has(kept) and kept.slot in self._kept:
             self._kept.move_to_end(kept.slot)
 
     def reset_cache(self) -> None:
@@ -185,8 +221,19 @@ class StatePool:
             assert refs == counts[slot], f"slot {slot}: ref count {refs}, owned {counts[slot]}"
             assert (slot in blank) == (refs == 0 and key is None), f"slot {slot}: blank?"
             assert (slot in self._kept) == (refs == 0 and key is not None), f"slot {slot}: kept?"
-            assert key is None or self._by_key[key] == slot, f"slot {slot}: key"
+            assert key is None or self._by_key[key].slot == slot, f"slot {slot}: key"
         assert len(self._by_key) == sum(key is not None for key in self._keys), "a stray key"
+
+    def _has(self, kept: Kept) -> bool:
+        """Whether it can be found; its slot may have been handed out, and be another state."""
+        return self._by_key.get(kept.key) is kept
+
+    def _forget(self, slot: int) -> None:
+        """Take its key from a slot."""
+        self._keys[slot] = None
+        if slot in self._kept:
+            del self._kept[slot]
+            self._blank.append(slot)
 
     def _allocate(self) -> int:
         if self._blank:

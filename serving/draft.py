@@ -26,7 +26,8 @@ class StepPlan:
     """What one step does; row `i` of the batch is `requests[i]`."""
 
     requests: tuple[Request, ...]
-    num_decodes: int  # the first rows, which go on with one token and drafts; prompts follow
+    # The first rows, which go on with one token, what they owe and drafts; prompts follow.
+    num_decodes: int
     num_past: tuple[int, ...]  # tokens of each row that are in the cache, shared ones included
     num_new: tuple[int, ...]  # tokens of each row to compute, >= 1, drafts included
     num_logits: tuple[int, ...]  # last tokens of each row that logits are needed after
@@ -75,7 +76,9 @@ class Draft:
         closed: whether no waiting request may start in this step any more.
         drafts: row -> guessed tokens that are computed after its own.
         found: what is cached that prompts can go on from.
-        stops: after how many tokens the states of prompts should be kept, ascending.
+        stops: after how many tokens the states of prompts should be kept.
+        ahead: prompts that were looked up, and wait for no state that another one comes by; only
+            where there are states.
         leading: keys of the blocks that are being computed, and by whom.
         starting: waiting requests that have their rows and blocks, if not always tokens yet.
     """
@@ -86,6 +89,7 @@ class Draft:
         "_groups",
         "_pool",
         "_taken",
+        "ahead",
         "budget",
         "claimed",
         "closed",
@@ -123,6 +127,7 @@ class Draft:
         self.drafts: dict[int, tuple[int, ...]] = {}
         self.found: dict[Request, Found] = {}
         self.stops: dict[Request, tuple[int, ...]] = {}
+        self.ahead: list[Request] = []
         self.leading: dict[bytes, Request] = {}
         self.starting: set[Request] = set()
         self.requests: list[Request] = []
@@ -136,19 +141,33 @@ class Draft:
         self.yielding: set[Request] = set()
         self.turns: dict[int, Turns] = {}
 
-    def add_decode(self, request: Request, num_columns: int, *, copies: bool) -> None:
-        """Add a row of one token, which takes `num_columns` columns, or one for a copy."""
+    def add_decode(
+        self, request: Request, num_columns: int, *, copies: bool, num_new: int = 1
+    ) -> None:
+        """Add a row that goes on with its last token, behind those that it owes.
+
+        Args:
+            request: the one.
+            num_columns: columns that it takes, with one for a copy.
+            copies: whether it writes to a copy.
+            num_new: tokens that it computes.
+        """
         if copies:
             self.copied.add(len(self.requests))
             last = request.table.blocks[-1]
             self._copies_of[last] = self._copies_of.get(last, 0) + 1
         self.requests.append(request)
         self.num_past.append(request.num_computed_tokens)
-        self.num_new.append(1)
-        self.num_new_columns.append(0 if copies else num_columns)
+        self.num_new.append(num_new)
+        self.num_new_columns.append(num_columns - copies)
         self.num_decodes += 1
-        self.budget -= 1
+        self.budget -= num_new
         self.free -= num_columns * len(self._groups)
+
+    def due(self) -> list[Request]:
+        """The requests that decode and reach their last tokens."""
+        rows = zip(self.requests[: self.num_decodes], self.num_past, self.num_new, strict=False)
+        return [request for request, past, new in rows if past + new == len(request.tokens)]
 
     def add_draft(self, row: int, tokens: Sequence[int]) -> None:
         """Let a row that decodes compute guessed tokens too, as far as budget and blocks go.
@@ -181,15 +200,20 @@ class Draft:
         given_up = num_more + self._copies_of.get(block, 0) + self._dropped.get(block, 0)
         return self._pool.ref_count(block) - given_up > 1
 
+    def missing(self, request: Request, num_tokens: int) -> int:
+        """How many columns a request lacks for so many tokens."""
+        return blocks_for(num_tokens, self._pool.block_size) - len(request.table)
+
     def columns_for(self, requests: Sequence[Request]) -> int:
-        """How many columns rows of one token each take, copies included, one after the other."""
+        """How many columns rows that decode take, copies included, one after the other."""
         total = 0
         copies: dict[int, int] = {}
         for request in requests:
             blocks = request.table.blocks
+            total += self.missing(request, len(request.tokens))
             if request.num_computed_tokens == len(blocks) * self._pool.block_size:
-                total += 1
-            elif request.forked and self.must_copy(blocks[-1], copies.get(blocks[-1], 0)):
+                continue
+            if request.forked and self.must_copy(blocks[-1], copies.get(blocks[-1], 0)):
                 copies[blocks[-1]] = copies.get(blocks[-1], 0) + 1
                 total += 1
         return total
@@ -235,10 +259,21 @@ class Draft:
         self.claimed += self.pending(request, shared, self.num_new_columns[row]) - claim
         return taken
 
+    def reached(self, request: Request, block_size: int) -> int:
+        """After how many tokens a prompt can stop no more, as far as the plan has grown.
+
+        Where it ends by now it may still stop, if that is not where it has begun.
+        """
+        if request in self.requests:
+            row = self.requests.index(request)
+            if self.num_new[row]:
+                return self.num_past[row] + self.num_new[row] - 1
+        return request.num_computed_tokens + len(self.found[request]) * block_size
+
     def claim(self, request: Request) -> int:
         """How many blocks a running prompt has still to take; 0 for one that decodes."""
         num_left = len(request.tokens) - request.num_computed_tokens  # 0: it waits for other beams
-        return self.pending(request) if num_left > 1 else 0
+        return self.pending(request) if num_left > 1 + request.num_owed_tokens else 0
 
     def needed(self, request: Request, shared: Found) -> int:
         """How many blocks must be left for a waiting request to start, beside those it shares.

@@ -87,8 +87,8 @@ class Engine:
         """
         config = config or EngineConfig()
         if (limits := model.capabilities).state_slots:
-            guesses = speculator is not None
-            check_options(config, max_adapters=limits.max_adapters, has_guesses=guesses)
+            reads = speculator is not None and speculator.reader is not None
+            check_options(config, max_adapters=limits.max_adapters, reads_states=reads)
         if not limits.moves_blocks:
             refuse_tiers(config)
         if eos_token_ids is None:

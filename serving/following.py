@@ -28,6 +28,8 @@ def following(plan: StepPlan, queues: Queues, pool: BlockPool) -> StepPlan | Non
         or len(queues.running) != len(requests)
         or len(queues.waiting)
         or plan.drafts
+        or len(plan.sampled) != len(requests)
+        or plan.num_new.count(1) != len(requests)
     ):
         return None
     num_past = tuple([past + 1 for past in plan.num_past])

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 Drafts = Mapping[Request, Sequence[int]]
 NO_DRAFTS: Drafts = MappingProxyType({})
+# Tokens that a request may owe (`Request.num_owed_tokens`) and get guesses all the same: each time
+# that these are wrong it owes more.
+MOST_OWED = 16
 
 
 class StateReader(Protocol):
@@ -99,7 +102,10 @@ class Guesses(Protocol):
         ...
 
     def note_step(self, num_rows: int, num_tokens: int, elapsed_s: float) -> None:
-        """A step without prompts took so long, the guessing left out; `propose` came before it."""
+        """A step without prompts took so long, the guessing left out; `propose` came before it.
+
+        Its tokens are one a row, guesses, and those that rows owed.
+        """
         ...
 
     def forget(self, request: Request) -> None:
@@ -160,6 +166,7 @@ class Guessing:
             and request.beams is None
             and request.mirostat is None  # what it draws from depends on what it drew
             and request.max_total_tokens - len(request.tokens) > 1
+            and request.num_owed_tokens < MOST_OWED
         ]
         if not decoding or budget < 1:
             return NO_DRAFTS

@@ -1,7 +1,8 @@
 """Models with layers of linear attention, which have states: what goes with them, and what not.
 
-A state stands for all tokens of a sequence so far. It cannot go back behind some of them, and K/V
-of a prefix are of no use without the state at its end.
+A state stands for all tokens of a sequence so far. It cannot go back behind some of them, so where
+guesses proved wrong a request goes on from the state before that step (`Request.num_owed_tokens`).
+And K/V of a prefix are of no use without the state at its end.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ def slots_wanted(config: EngineConfig) -> int:
 
 
 def check_options(
-    config: EngineConfig, *, max_adapters: int = 0, has_guesses: bool = False
+    config: EngineConfig, *, max_adapters: int = 0, reads_states: bool = False
 ) -> None:
     """Refuse what a model with linear attention cannot do, all of it at once.
 
     Args:
         config: of the engine.
         max_adapters: LoRA adapters that the model is to have slots for.
-        has_guesses: whether somebody guesses tokens ahead, whatever `config` says.
+        reads_states: whether somebody reads the model's hidden states to guess tokens ahead,
+            whatever `config` says.
 
     Raises:
         OptionError: names the options.
@@ -42,8 +44,12 @@ def check_options(
     if config.kv_host_memory or config.kv_disk:
         tiers = [name for name in ("kv_host_memory", "kv_disk") if getattr(config, name)]
         refused.append(f"{' and '.join(tiers)} (K/V are of no use without the state behind them)")
-    if config.speculation is not None or has_guesses:
-        refused.append("speculation (a state cannot go back behind guesses that prove wrong)")
+    method = config.speculation.method if config.speculation is not None else None
+    if method == "eagle3" or reads_states:
+        refused.append(
+            "speculation by an EAGLE-3 head (none is known for such models; take ngram, suffix, "
+            "grammar or draft_model)"
+        )
     if max_adapters:
         refused.append("max_adapters (adapters do not reach layers of linear attention)")
     if refused:

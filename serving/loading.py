@@ -116,7 +116,10 @@ def open_engine(
     speculator = None
     if config.speculation is not None:
         tokens = config.max_num_batched_tokens
-        speculator = build_speculator(config.speculation, path, provider, tokens, trials, chosen)
+        speculator = build_speculator(
+            *(config.speculation, path, provider, tokens, trials, chosen),
+            recomputes=artifact.manifest.model.linear is not None,
+        )
 
     def start(model: Model, standby: Standby) -> Engine:
         return Engine(

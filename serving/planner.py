@@ -8,21 +8,26 @@ The policy:
   left of the token budget goes to prompts: by priority, then tenant by tenant in turns, then by
   deadline, then in the order of arrival; under "fcfs" in the order of arrival alone. As every
   running request holds one of `max_num_seqs` rows, prompts get at least `max_num_batched_tokens -
-  max_num_seqs + 1` tokens a step. A row that is free goes to the tenant of the highest priority
-  that holds the fewest.
+  max_num_seqs + 1` tokens a step; where the model has states, less what wrong guesses of the step
+  before made due again, which had what prompts left then. A row that is free goes to the tenant of
+  the highest priority that holds the fewest.
 * Whatever is in the cache is not computed. What another row is computing in this step is not
   computed either: a request whose next block is on its way lets this step pass, and finds it in
   the next one. Of requests with one next block that of the highest priority computes it. Nothing
   links the two requests: if the first one is gone, the second goes on.
 * What is left of the budget and of the blocks when everybody has got theirs may go to drafts:
   tokens that are guessed to follow those of a row that decodes. They cost nobody anything but time.
+* Where a model has states and guesses proved wrong, a request computes what it owes
+  (`Request.num_owed_tokens`) with its next token, before prompts get theirs.
 * A waiting request starts when free blocks hold all its tokens beside what prompts that have begun
   have still to take, so blocks run out only by decoding. Of layers with a window all is what the
   window sees: what is behind it is given up after each step. A request that has to wait for room
   keeps all that come after it waiting too.
 * Where a model has states, a prompt stops for a step where its state is worth keeping
-  (`Hits.stops`). What is in the cache ends at such a state, and nobody waits for what another row
-  is computing.
+  (`Hits.stops`). What is in the cache ends at such a state. A prompt that begins as another one
+  does which is being computed waits for it if that spares it enough (`hits.LEAST_SHARED`), and that
+  one stops where the two part. Nothing links them here, either: whoever comes first in the next
+  plan computes what they have in common, so nobody waits for one that is gone or has passed by.
 * The beams of a search start and yield together: what each of them needs next is known only when
   all have been computed as far.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
@@ -138,7 +143,7 @@ class Planner:
         budget = budget_tokens or self._max_num_batched_tokens
         draft = self._choose(budget, only, loading)
         if guess is not None and draft.num_decodes and draft.budget:
-            drafts = guess(draft.requests[: draft.num_decodes], draft.budget)
+            drafts = guess(draft.due(), draft.budget)
             for row in range(draft.num_decodes):
                 if guessed := drafts.get(draft.requests[row]):
                     draft.add_draft(row, guessed)
@@ -182,30 +187,38 @@ class Planner:
         return Draft(self._pool, budget, rows)
 
     def _plan_decodes(self, draft: Draft, only: Collection[Request] | None) -> list[Request]:
-        """Plan the running requests that need one token; returns the others.
+        """Plan the running requests that need one token, and what they owe; returns the others.
 
         Blocks that are missing come from the last in rank, which may be the very one that needs
-        them.
+        them. What is owed gets what the budget has beside a token for each running request; where
+        that is too little, some of it has to wait for the next step.
         """
         block_size, column = self._pool.block_size, len(self._pool.groups)
         prefills: list[Request] = []
+        spare = max(0, draft.budget - len(self._queues.running if only is None else only))
         last_first = reversed(self._queues.running)
         beams: BeamGroup | None = None  # whose rows there is room for
         for request in self._queues.running:
             num_past = request.num_computed_tokens
-            if len(request.tokens) - num_past > 1:
+            num_new = len(request.tokens) - num_past
+            if num_new > 1 + request.num_owed_tokens:
                 prefills.append(request)
                 continue
             if only is not None and request not in only:
                 continue
-            if num_past == len(request.tokens):  # it waits for the other beams
+            if not num_new:  # it waits for the other beams
                 continue
             if request.beams is not None and request.beams is not beams:
                 beams = request.beams
                 self._make_room_for_beams(draft, beams, last_first, only)
             blocks = request.table.blocks
-            missing = int(num_past == len(blocks) * block_size)
-            copies = request.forked and not missing and draft.must_copy(blocks[-1])
+            is_full = num_past == len(blocks) * block_size
+            missing = int(is_full)
+            if num_new > 1:
+                num_new = min(num_new, 1 + spare)
+                spare -= num_new - 1
+                missing = draft.missing(request, num_past + num_new)
+            copies = request.forked and not is_full and draft.must_copy(blocks[-1])
             while (missing + copies) * column > draft.free and request not in draft.yielding:
                 draft.closed = True
                 victim = next(last_first)
@@ -215,7 +228,7 @@ class Planner:
                     copies = copies and draft.must_copy(blocks[-1])
             if draft.yielding and request in draft.yielding:
                 break  # all that follow are behind it, so they have yielded too
-            draft.add_decode(request, missing + copies, copies=copies)
+            draft.add_decode(request, missing + copies, copies=copies, num_new=num_new)
         return [request for request in prefills if request not in draft.yielding]
 
     def _make_room_for_beams(
@@ -257,6 +270,8 @@ class Planner:
                     lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
             if starting and draft.budget:
                 self._admit(draft, level, lanes, only, loading)
+            if only is None and self._queues.waiting:
+                self._hits.foresee(draft, self.next_in_line())
             turns = self._queues.shares_of(level).turns(lanes)
             while draft.budget and (tenant := turns.current()) is not None:
                 taken = self._advance(draft, lanes[tenant], turns.allowance(draft.budget))

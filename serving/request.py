@@ -65,6 +65,9 @@ class Request:
         index: which completion of the request.
         tokens: the prompt and every token sampled so far, int64.
         num_computed_tokens: leading tokens whose K/V are in the cache.
+        num_owed_tokens: of those that follow how many are computed a second time, before the next
+            one: a step has computed them with guesses that proved wrong, and the state behind these
+            was of no use. The scheduler's own.
         num_cached_tokens: prompt tokens that were found in the cache at the first attempt.
         max_total_tokens: `len(tokens)` at which the sequence ends with "length".
         table: the KV blocks of `tokens[:num_computed_tokens]`, and of a step in flight.
@@ -122,6 +125,7 @@ class Request:
         "mirostat",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_owed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "options",
@@ -205,6 +209,7 @@ class Request:
         self.tokens = tokens
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
+        self.num_owed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.max_total_tokens = max_total_tokens
@@ -243,8 +248,8 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether a single token is to compute: the last one, of a request that runs."""
-        return len(self.tokens) - self.num_computed_tokens == 1
+        """Whether the last token is to compute, of a request that runs, and what it owes."""
+        return len(self.tokens) - self.num_computed_tokens == 1 + self.num_owed_tokens
 
     @property
     def num_output_tokens(self) -> int:

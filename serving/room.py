@@ -143,7 +143,7 @@ class _Counts:
             if request in self._draft.yielding:
                 continue
             num_left = len(request.tokens) - request.num_computed_tokens
-            if num_left <= 1:  # 0: it waits for other beams
+            if num_left <= 1 + request.num_owed_tokens:  # 0: it waits for other beams
                 self._tokens += num_left
                 continue
             self._hits.look_up(self._draft, request)

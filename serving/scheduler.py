@@ -8,25 +8,25 @@ anything and no block is held for it.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
 from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
-from onnxport.kv.states import NO_TOKENS, StatePool
+from onnxport.kv.states import StatePool
 from onnxport.kv.table import NOTHING, BlockTable, Claim, Reservation, blocks_for
 from onnxport.serving.beams import BeamGroup
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.following import following
+from onnxport.serving.held_states import HeldStates
 from onnxport.serving.outputs import FinishReason
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.planner import Planner
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
-from onnxport.serving.shares import Shares
+from onnxport.serving.tenants import Tenants
 from onnxport.serving.waiting import Bars, WaitingQueue, by_arrival, by_deadline
 
 QUANTA = 4  # rounds of fair turns that the tokens of one step are good for
@@ -55,7 +55,7 @@ class Scheduler:
         assert 1 <= max_num_seqs <= max_num_batched_tokens
         assert states is None or max_num_seqs <= states.num_sequences
         self._pool = pool
-        self._states = states
+        self._states = HeldStates(states, pool.block_size)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
@@ -63,12 +63,10 @@ class Scheduler:
         self._queues = Queues(max(1, max_num_batched_tokens // QUANTA), waiting)
         self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens, states)
         self._arrivals = count()
-        self._starts = count(1)
-        self._tenants: Counter[str] = Counter()  # their unfinished requests
+        self._tenants = Tenants(self._queues, policy)
         self._last: StepPlan | None = None  # the plan since whose commit nothing has changed
         self._ahead: tuple[StepPlan, StepPlan | None] | None = None  # a plan, and what follows it
         self._swapped: set[bytes] = set()  # keys of the blocks of preempted requests
-        self._queued: Counter[str] = Counter()  # tenant -> requests that were never started
         self.num_preemptions = 0
         self.num_looked_up = 0  # tokens of started requests
         self.num_found = 0  # those of them that were in the cache
@@ -81,7 +79,7 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Requests that were never started."""
-        return self._queued.total()
+        return self._tenants.num_queued
 
     @property
     def num_running(self) -> int:
@@ -123,7 +121,7 @@ class Scheduler:
 
     def tenant_of(self, options: RequestOptions) -> str:
         """Whose request counts as whose: all are one tenant's, but for the policy "fair"."""
-        return options.tenant if self._policy == "fair" else ""
+        return self._tenants.of(options)
 
     def queue_room(self, tenant: str, limit: int, coming: Mapping[str, int]) -> int:
         """How many more requests `tenant` may queue when at most `limit` may wait in all.
@@ -136,12 +134,7 @@ class Scheduler:
             limit: how many may wait, everybody's.
             coming: of each tenant, how many more were taken that `submit` was not given yet.
         """
-        room = limit - self.num_queued - sum(coming.values())
-        if self._policy != "fair":
-            return room
-        others = sum(one not in self._tenants for one in {*coming, tenant})
-        share = max(1, limit // (len(self._tenants) + others + 1))
-        return min(room, share - self._queued[tenant] - coming.get(tenant, 0))
+        return self._tenants.room(tenant, limit, coming)
 
     def submit(self, request: Request) -> None:
         """Queue a request; the caller has checked that the pool can hold it."""
@@ -150,11 +143,10 @@ class Scheduler:
         arrival = next(self._arrivals)
         for one in (request, *request.siblings):
             one.rank = (priority, arrival, one.index)
-            one.tenant = self.tenant_of(one.options)
-            self._tenants[one.tenant] += 1
+            self._tenants.add(one)
             one.table = BlockTable(len(self._pool.groups))
         self._queues.waiting.add(request)
-        self._queued[request.tenant] += 1
+        self._tenants.queue(request)
         self._fit_rows(request)
 
     def move_to(
@@ -180,7 +172,8 @@ class Scheduler:
             if request.running:  # its other beams took it with them, if not
                 self._preempt(request)
         self._swapped.clear()
-        self._pool, self._states, self._max_num_seqs = pool, states, max_num_seqs
+        self._pool, self._max_num_seqs = pool, max_num_seqs
+        self._states = HeldStates(states, pool.block_size)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens, states)
         for request in list(self._queues.waiting):
@@ -204,13 +197,11 @@ class Scheduler:
             self._queues.waiting.remove(request)
             self._leave_queue(request)
         self._release(request)
+        self._states.settle(request)
         for one in (request, *request.siblings):
             assert one.finish_reason is None, f"{one} has ended already"
             one.finish_reason = reason
-            self._tenants[one.tenant] -= 1
-        if not self._tenants[request.tenant]:
-            del self._tenants[request.tenant]
-            self._forget_tenant(request.tenant)
+            self._tenants.end(one)
 
     def finish_beams(self, beams: BeamGroup, reasons: Sequence[FinishReason]) -> None:
         """End a beam search and free its blocks and states.
@@ -241,7 +232,7 @@ class Scheduler:
         moved = {
             slot: (
                 kv.fork(self._pool, parent.table),
-                self._share_state(parent),
+                self._states.share(parent),
                 parent.num_computed_tokens,
                 None if parent.keys is None else parent.keys.copy(),
             )
@@ -267,9 +258,7 @@ class Scheduler:
     def distrust(self, request: Request) -> None:
         """Hide what a request has computed from others; its K/V may be wrong."""
         kv.hide(self._pool, request.table, request.keys)
-        if self._states is not None and request.keys is not None:
-            for index in range(len(request.keys)):
-                self._states.hide(request.keys.key(index))
+        self._states.hide(request.keys)
 
     def plan(
         self,
@@ -322,16 +311,13 @@ class Scheduler:
             if request.running:  # its other beams took it with them, if not
                 self._preempt(request)
         reservation = kv.reserve(self._pool, claims)
-        if self._states is None:
-            return reservation
-        reads = [self._state_before(plan, row) for row in range(len(plan.requests))]
-        return replace(reservation, states=self._states.reserve(reads))
+        states = self._states.reserve(plan)
+        return reservation if states is None else replace(reservation, states=states)
 
     def rollback(self, reservation: Reservation) -> None:
         """Give the step's blocks and states back; its requests are where they were."""
         kv.rollback(self._pool, reservation)
-        if self._states is not None and reservation.states is not None:
-            self._states.rollback(reservation.states)
+        self._states.rollback(reservation.states)
 
     def commit(
         self,
@@ -345,17 +331,13 @@ class Scheduler:
             plan: of the step.
             reservation: what was taken for it.
             accepted: row -> the first tokens of its draft that proved right, which are about to be
-                the request's. What was computed of the others is given up.
+                the request's. What was computed of the others is given up, and where there are
+                states all that the row has computed, for the state behind it cannot go back.
         """
+        accepted = accepted or {}
+        undone = self._undone(plan, accepted)
         kv.commit(self._pool, reservation)
-        if self._states is not None and reservation.states is not None:
-            assert not plan.drafts, "states cannot go back behind guesses that are wrong"
-            self._states.commit(reservation.states)
-            for request, state in zip(plan.requests, reservation.states.writes, strict=True):
-                self._states.release(request.state)
-                request.state = state
-                if request.kept is not None:
-                    self._states.hand_out_first(request.kept)
+        self._states.commit(plan, reservation.states, undone)
         block_size, gives_up = self._pool.block_size, bool(self._pool.groups.windowed)
         for row, request in enumerate(plan.requests):
             num_past, num_new = plan.num_past[row], plan.num_new[row]
@@ -366,28 +348,30 @@ class Scheduler:
             total = num_past + num_new
             right: Sequence[int] = ()
             if row in plan.drafts:
-                right = accepted.get(row, ()) if accepted else ()
+                right = accepted.get(row, ())
                 total -= len(plan.drafts[row]) - len(right)
+                if row in undone:
+                    request.num_owed_tokens, total = total - num_past, num_past
                 kv.release_tail(self._pool, request.table, blocks_for(total, block_size))
             request.num_computed_tokens = total
+            if request.num_owed_tokens and row not in undone:
+                request.num_owed_tokens = max(0, request.num_owed_tokens - num_new)
             if total // block_size > num_past // block_size and request.keys is not None:
                 self._register(request, num_past // block_size, total // block_size, right)
-                self._keep_state(request, stopped=row in plan.stopped)
+                self._states.keep(request, stopped=row in plan.stopped)
             if gives_up:
                 kv.give_up(self._pool, request.table, total)
         for row in plan.sampled:
             if plan.requests[row].siblings and plan.requests[row].beams is None:
                 self._fork(plan.requests[row])
-        if self._policy == "fair":
-            self._settle(plan)
+        self._tenants.settle(plan)
         self._last = plan
 
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests; linear in everything)."""
         groups = self._pool.groups
         self._pool.check([tuple(request.table.held()) for request in self.requests()])
-        if self._states is not None:
-            self._states.check(request.state for request in self.requests())
+        self._states.check(self.requests())
         assert self._queues.num_rows == sum(request.num_rows for request in self._queues.running)
         assert self._queues.num_rows <= self._max_num_seqs
         for request in self.requests():
@@ -395,20 +379,27 @@ class Scheduler:
             waits = request.beams is not None and request in request.beams.found  # for others
             assert 0 <= request.num_computed_tokens <= len(request.tokens)
             assert (request.num_computed_tokens == len(request.tokens)) == waits, request
+            num_left = len(request.tokens) - request.num_computed_tokens
+            assert 0 <= request.num_owed_tokens <= max(0, num_left - 1), request
+            assert request.running or not request.num_owed_tokens, request
             needed = blocks_for(request.num_computed_tokens, self._pool.block_size)
             assert len(request.table) == needed, f"{request}: {len(request.table)} columns"
             for group, gone in enumerate(request.table.given_up):
                 assert gone == groups.first_seen(group, request.num_computed_tokens), request
-            has_state = self._states is not None and request.num_computed_tokens > 0
-            assert (request.state != NO_TOKENS) == has_state, request
-            idle = [one for one in request.siblings if one.running or len(one.table) or one.state]
-            assert not idle
+            assert not any(one.running or len(one.table) for one in request.siblings)
         assert all(request.running for request in self._queues.running)
         assert not any(one.running or one.num_computed_tokens for one in self._queues.waiting)
         if self._last is not None and (plan := self._following(self._last)) is not None:
             assert plan == self._planner.plan(), "what follows is not what would be planned"
         queued = sum(not one.num_preemptions for one in self._queues.waiting)
         assert self.num_queued == queued, f"{self.num_queued} counted, {queued} queued"
+
+    def _undone(self, plan: StepPlan, accepted: Mapping[int, Sequence[int]]) -> Collection[int]:
+        """Return the rows of a plan whose states are of wrong guesses."""
+        if not self._states.are_there:
+            return ()
+        drafts = plan.drafts.items()
+        return {row for row, draft in drafts if len(accepted.get(row, ())) < len(draft)}
 
     def _fit_rows(self, request: Request) -> None:
         """Let the completions of a waiting request go their own ways if they do not fit one step.
@@ -422,7 +413,7 @@ class Scheduler:
             one.keys = None if request.keys is None else request.keys.copy()
             one.num_cached_tokens = 0  # what is found is found at an attempt of its own
             self._queues.waiting.add(one)
-            self._queued[one.tenant] += 1
+            self._tenants.queue(one)
 
     def _start(self, request: Request) -> None:
         self._queues.waiting.remove(request)
@@ -430,7 +421,7 @@ class Scheduler:
         request.running = True
         self._queues.running.add(request)
         self._queues.num_rows += request.num_rows
-        self._queues.last_start[request.tenant] = next(self._starts)
+        self._tenants.start(request)
 
     def _preempt(self, request: Request) -> None:
         if request.beams is not None:
@@ -444,7 +435,7 @@ class Scheduler:
         self._queues.num_rows -= request.num_rows
         request.running = False
         request.forked = False
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_owed_tokens = 0
         request.num_preemptions += 1
         self._queues.waiting.add(request)
         self.num_preemptions += 1
@@ -472,53 +463,12 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Free what a request holds of its computed tokens, to the last block and its state."""
         kv.release_tail(self._pool, request.table)
-        if self._states is not None:
-            request.state = self._states.release(request.state)
-            if request.kept is not None:
-                self._states.hand_out_last(request.kept)
-
-    def _state_before(self, plan: StepPlan, row: int) -> int:
-        """Return the slot that a row of a plan goes on from."""
-        request = plan.requests[row]
-        if row not in plan.shared:
-            return request.state
-        assert self._states is not None
-        assert request.keys is not None
-        index = plan.num_past[row] // self._pool.block_size - 1
-        found = self._states.find(request.keys.key(index))
-        assert found is not None, f"{request} goes on from a state that is gone"
-        return found
-
-    def _keep_state(self, request: Request, *, stopped: bool) -> None:
-        """Make the state of a request findable if it is that of whole blocks.
-
-        Of those on its way, in a prompt or its output, the latest is enough, and others' states are
-        worth more as long as it goes on.
-
-        Args:
-            request: whose state.
-            stopped: whether the step ended there so that the state is kept.
-        """
-        index, partial = divmod(request.num_computed_tokens, self._pool.block_size)
-        if self._states is None or partial:
-            return
-        assert request.keys is not None
-        if request.kept is not None:
-            self._states.drop(request.kept)
-        key = request.keys.key(index - 1)
-        if stopped:  # one on another's way would be replaced
-            self._states.hide(key)
-        kept = self._states.register(request.state, key)
-        request.kept = None if stopped else kept
-
-    def _share_state(self, request: Request) -> int:
-        """Return the state of a request for another one, which owns it too from now on."""
-        return NO_TOKENS if self._states is None else self._states.share(request.state)
+        self._states.release(request)
 
     def _leave_queue(self, request: Request) -> None:
         """A waiting request starts, goes on or ends: its blocks are like all others."""
         if not request.num_preemptions:
-            self._queued[request.tenant] -= 1
+            self._tenants.leave_queue(request)
         elif request.keys is not None:
             self._swapped.difference_update(map(request.keys.key, range(len(request.keys))))
 
@@ -559,30 +509,9 @@ class Scheduler:
         request.forked = True
         for one in siblings:
             one.table = kv.fork(self._pool, request.table)
-            one.state = self._share_state(request)
+            one.state = self._states.share(request)
             one.keys = None if request.keys is None else request.keys.copy()
             one.num_computed_tokens = request.num_computed_tokens
             one.forked = True
             one.running = True
             self._queues.running.add(one)
-
-    def _forget_tenant(self, tenant: str) -> None:
-        del self._queued[tenant]
-        self._queues.last_start.pop(tenant, None)
-        for level, shares in list(self._queues.shares.items()):
-            shares.forget(tenant)
-            if shares.empty:
-                del self._queues.shares[level]
-
-    def _settle(self, plan: StepPlan) -> None:
-        """Keep the tenants' turns, and charge who decoded while somebody else waited."""
-        for level, turns in plan.turns.items():
-            self._queues.shares.setdefault(level, Shares(self._queues.quantum)).commit(turns)
-        decodes = Counter(
-            (request.rank[0], request.tenant) for request in plan.requests[: plan.num_decodes]
-        )
-        for (level, tenant), num_tokens in decodes.items():
-            lanes = self._queues.waiting.lanes(level)
-            if len(lanes) > (tenant in lanes):
-                shares = self._queues.shares.setdefault(level, Shares(self._queues.quantum))
-                shares.charge(tenant, num_tokens)

@@ -39,6 +39,8 @@ def build_speculator(
     max_num_batched_tokens: int,
     trials: Path | None = None,
     shared: LoadOptions | None = None,
+    *,
+    recomputes: bool = False,
 ) -> Speculator:
     """Return what guesses for the model in `target`; a draft model is loaded.
 
@@ -50,6 +52,7 @@ def build_speculator(
         trials: folder of measured trials for the provider "auto", see `open_model`.
         shared: options of the target, of which a draft model takes over what is not the device's:
             `graph_cache` and `coarse_head`.
+        recomputes: see `Speculator`; so it is where the target has states.
 
     Raises:
         ArtifactError: a folder is not a valid artifact, or the two have not the same tokens.
@@ -57,12 +60,13 @@ def build_speculator(
         CapacityError: it does not fit the memory.
     """
     if config.method == "grammar":
-        return Speculator(ForcedDrafter(), config)
+        return Speculator(ForcedDrafter(), config, recomputes=recomputes)
     if config.method == "suffix":
-        return Speculator(ForcedDrafter(_suffix_drafter(config)), config)
+        suffixes = _suffix_drafter(config)
+        return Speculator(ForcedDrafter(suffixes), config, recomputes=recomputes)
     if config.model is None:
         ngrams = NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
-        return Speculator(ForcedDrafter(ngrams), config)
+        return Speculator(ForcedDrafter(ngrams), config, recomputes=recomputes)
     check_draft(config, target)
     shared = shared or LoadOptions()
     threads = config.threads or _default_threads(config.model)
@@ -82,7 +86,7 @@ def build_speculator(
     vocab_size = _spec(target).vocab_size
     if head is None:
         drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, threads)
-        return Speculator(drafter, config)
+        return Speculator(drafter, config, recomputes=recomputes)
     tokens = read_draft_tokens(config.model)
     sizes = head.features, _spec(config.model).hidden_size
     reader = HeadDrafter(model, tokens, sizes, max_num_batched_tokens, vocab_size, threads)

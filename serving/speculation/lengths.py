@@ -21,12 +21,18 @@ def choose_lengths(
     budget: int,
     step_s: Sequence[float],
     round_s: float = 0.0,
+    owed: Sequence[int] | None = None,
 ) -> Choice:
     """Choose the lengths that make the most tokens a second.
 
     The guess at place j of a draft is right with probability rate**j, if each is with the same
     rate, so a step of `n` rows makes n + sum(rate**j) tokens. For any number of guesses, the
     likeliest ones are the most worth, and those need no others than they bring along.
+
+    Where a wrong guess makes a row compute its tokens again (`Request.num_owed_tokens`), a row that
+    owes m computes m + 1 + r of them a second time when r of its guesses are right, and not all:
+    place j of a draft adds rate**(j - 1) * (1 - rate) * (m + j) to what is expected of these. Each
+    takes as long as a guess does, in the next step.
 
     Args:
         rates: of the requests, in [0, 1).
@@ -35,9 +41,11 @@ def choose_lengths(
         step_s: seconds of a step by how many guesses it checks, from none to as many as `limits`
             and `budget` allow; does not fall.
         round_s: seconds that guessing takes for each place of the longest draft.
+        owed: tokens that each request computes a second time in this step; None: none ever does.
     """
     plain = len(rates) / step_s[0]
     best = plain
+    token_s = (step_s[-1] - step_s[0]) / max(1, len(step_s) - 1)
     chosen: list[_Guess] = []
     near: list[_Guess] = []
 
@@ -46,9 +54,12 @@ def choose_lengths(
         nonlocal best, chosen
         expected = float(len(rates))
         enough = 0
-        for number, (worth, _, _) in enumerate(near[:budget], 1):
+        again = 0.0  # tokens that are to be computed a second time
+        for number, (worth, row, place) in enumerate(near[:budget], 1):
             expected -= worth
-            speed = expected / (step_s[number] + rounds_s)
+            if owed is not None:
+                again += -worth * (1.0 / rates[row] - 1.0) * (owed[row] + place)
+            speed = expected / (step_s[number] + rounds_s + again * token_s)
             if speed > best:
                 best, enough = speed, number
         if enough:

@@ -48,7 +48,7 @@ class _Step:
     """What was guessed for a step, and what came of it."""
 
     num_rows: int
-    num_drafted: int
+    num_drafted: int  # tokens that are owed count, too
     guessing_s: float  # of a draft model, as it is expected to take
     num_accepted: int = 0
     elapsed_s: float = 0.0  # what it took by itself
@@ -68,6 +68,8 @@ class Speculator:
         config: SpeculationConfig,
         clock: Callable[[], float] = time.perf_counter,
         reader: StateReader | None = None,
+        *,
+        recomputes: bool = False,
     ) -> None:
         """Take over `drafter`; `close` closes it.
 
@@ -76,8 +78,11 @@ class Speculator:
             config: the most that may be guessed.
             clock: the time in seconds.
             reader: the same, if it has to be told of the model's states.
+            recomputes: whether a wrong guess makes the model compute what the request has got in
+                that step once more (`Request.num_owed_tokens`).
         """
         self._reader = reader
+        self._recomputes = recomputes
         self._asker = Asker(drafter, config.longest_draft, clock)
         self._is_cheap = drafter.is_cheap
         self._config = config
@@ -184,7 +189,7 @@ class Speculator:
 
         Args:
             num_rows: that decode.
-            num_tokens: with the guesses.
+            num_tokens: with the guesses, and with what rows owed.
             elapsed_s: of model and sampling. What the engine does besides counts too, from the
                 guesses on, if it was asked for some.
         """
@@ -193,6 +198,8 @@ class Speculator:
             self._began_s = None
         drafted = num_tokens - num_rows
         self._costs.note(num_rows, drafted, max(elapsed_s, SHORTEST_S))
+        if self._step is None and drafted:  # what guesses before have cost
+            self._step = _Step(num_rows, drafted, 0.0)
         if self._step is not None:
             self._step.num_drafted, self._step.elapsed_s = drafted, elapsed_s
 
@@ -305,8 +312,12 @@ class Speculator:
     ) -> Choice | None:
         """Return how far to guess for each request; None if it does not pay."""
         rate = self._acceptance.rate
-        table = self._costs.table(len(requests), min(budget, sum(limits)))
-        choice = choose_lengths([rate(one) for one in requests], limits, budget, table, round_s)
+        rates = [rate(one) for one in requests]
+        most = min(budget, sum(limits))
+        owed = [one.num_owed_tokens for one in requests] if self._recomputes else None
+        due = sum(owed) if owed else 0
+        table = self._costs.table(len(requests), due + most)[due : due + most + 1]
+        choice = choose_lengths(rates, limits, budget, table, round_s, owed)
         least = LEAST_SPEEDUP if len(requests) == 1 else LEAST_SPEEDUP_OF_MANY
         return choice if choice.speedup >= least else None
 

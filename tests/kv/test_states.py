@@ -98,19 +98,20 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def keeping(*numbers: int, num_slots: int = 4) -> StatePool:
+def keeping(*numbers: int, num_slots: int = 4) -> tuple[StatePool, list[Kept]]:
     """A pool that keeps states under these numbers, in slots 1, 2 and so on."""
     pool = StatePool(num_slots)
     writes = pool.reserve([NO_TOKENS] * len(numbers)).writes
+    kept = []
     for slot, number in zip(writes, numbers, strict=True):
-        pool.register(slot, key(number))
+        kept.append(pool.register(slot, key(number)))
         pool.release(slot)
     pool.check([])
-    return pool
+    return pool, kept
 
 
 def test_kept_states_are_handed_out_last_the_longest_unused_first() -> None:
-    pool = keeping(7, 8, 9)
+    pool, _ = keeping(7, 8, 9)
     assert (pool.num_free, pool.blank_slots(), pool.free_slots()) == (4, (4,), (4, 1, 2, 3))
     pool.share(1)
     pool.release(1)
@@ -121,7 +122,7 @@ def test_kept_states_are_handed_out_last_the_longest_unused_first() -> None:
 
 
 def test_what_a_step_reads_is_not_handed_out_for_it() -> None:
-    pool = keeping(7, 8, num_slots=2)
+    pool, _ = keeping(7, 8, num_slots=2)
     step = pool.reserve([1])
     assert step == StateStep((1,), (2,))
     pool.rollback(step)
@@ -130,30 +131,76 @@ def test_what_a_step_reads_is_not_handed_out_for_it() -> None:
 
 
 def test_an_order_can_be_changed() -> None:
-    pool = keeping(7, 8, 9)
-    last = Kept(3, key(9))
+    pool, (_, _, last) = keeping(7, 8, 9)
     pool.hand_out_first(last)
     assert pool.free_slots() == (4, 3, 1, 2)
-    for other in (Kept(3, key(1)), Kept(2, key(9))):  # it is another's by now
-        pool.hand_out_last(other)
-        pool.drop(other)
-    assert pool.free_slots() == (4, 3, 1, 2)
     pool.hand_out_last(last)
-    assert pool.free_slots() == (4, 1, 2, 3)
-    for other in (Kept(1, key(1)), Kept(2, key(7))):
-        pool.hand_out_first(other)
     assert pool.free_slots() == (4, 1, 2, 3)
     pool.share(3)
     pool.hand_out_first(last)  # it is used
     pool.hand_out_last(last)
     pool.check([3])
-    pool.drop(last)
+    pool.pass_by(last)
     assert pool.find(key(9)) is None
     pool.check([3])
 
 
+def test_what_is_gone_changes_nothing_of_what_came_in_its_place() -> None:
+    """Of the same number, under the same key: another sequence's all the same."""
+    pool, [gone, *_] = keeping(7, 8, num_slots=4)
+    pool.hide(key(7))
+    [slot] = pool.reserve([NO_TOKENS]).writes
+    own = pool.register(slot, key(7))
+    assert (own.slot, own.key) == (gone.slot, gone.key)
+    pool.release(slot)
+    before = pool.free_slots()
+    for change in (pool.hand_out_first, pool.hand_out_last, pool.pass_by, pool.settle):
+        change(gone)
+    assert pool.free_slots() == before
+    assert pool.find(key(7)) == slot
+
+
+@pytest.mark.parametrize("first_ends", [True, False])
+def test_the_state_where_one_has_ended_stays_when_another_goes_on(first_ends: bool) -> None:
+    pool = StatePool(6)
+    first, second = pool.reserve([NO_TOKENS] * 2).writes
+    both = pool.register(first, key(7)), pool.register(second, key(7))
+    assert both[0] is both[1]
+    pool.release(first)
+    pool.release(second)
+    pool.settle(both[0])
+    pool.hand_out_first(both[1])
+    assert pool.find(key(7)) == first
+    assert pool.free_slots()[-1] == first
+    pool.pass_by(both[1])
+    assert pool.find(key(7)) == first
+    pool.check([])
+
+
+def test_a_state_on_the_way_of_two_is_found_until_both_have_a_later_one() -> None:
+    pool = StatePool(6)
+    first, second = pool.reserve([NO_TOKENS] * 2).writes
+    kept = pool.register(first, key(7))
+    pool.register(second, key(7))
+    pool.pass_by(kept)
+    assert pool.find(key(7)) == first
+    pool.pass_by(kept)
+    assert pool.find(key(7)) is None
+    pool.check([first, second])
+
+
+def test_a_state_where_one_stops_outlives_those_on_whose_way_it_is() -> None:
+    pool = StatePool(6)
+    first, second = pool.reserve([NO_TOKENS] * 2).writes
+    kept = pool.register(first, key(7))
+    pool.register(second, key(7), stays=True)
+    pool.pass_by(kept)
+    assert pool.find(key(7)) == first
+    pool.check([first, second])
+
+
 def test_what_is_hidden_is_found_no_more() -> None:
-    pool = keeping(7, 8)
+    pool, _ = keeping(7, 8)
     pool.share(2)
     for number in (7, 8, 9):
         pool.hide(key(number))
@@ -164,17 +211,22 @@ def test_what_is_hidden_is_found_no_more() -> None:
     assert pool.blank_slots() == (2, 1, 3, 4)
 
 
-def test_the_first_state_of_the_same_tokens_stays() -> None:
-    pool = keeping(7)
+def test_of_two_states_of_the_same_tokens_the_used_one_is_found() -> None:
+    pool, [free] = keeping(7)
     [slot] = pool.reserve([NO_TOKENS]).writes
-    assert pool.register(slot, key(7)) is None
-    assert pool.find(key(7)) == 1
-    pool.release(slot)
-    assert pool.blank_slots() == (2, 3, 4)
+    assert pool.register(slot, key(7)) is free
+    assert pool.find(key(7)) == free.slot == slot == 2
+    assert pool.blank_slots() == (1, 3, 4)
+    [other] = pool.reserve([NO_TOKENS]).writes
+    assert pool.register(other, key(7)) is free
+    assert pool.find(key(7)) == slot  # which is used, too
+    pool.release(other)
+    pool.check([slot])
+    assert pool.blank_slots() == (1, 3, 4)
 
 
 def test_a_reset_forgets_every_key() -> None:
-    pool = keeping(7, 8)
+    pool, _ = keeping(7, 8)
     pool.share(2)
     pool.reset_cache()
     pool.check([2])
@@ -192,21 +244,21 @@ class StateMachine(RuleBasedStateMachine):
         self.pool = StatePool(2 * sequences + extra)
         self.held: list[int] = []
         self.content: dict[int, int] = {}  # slot -> what was written to it
-        self.kept: dict[bytes, int] = {}  # and under which key
+        self.marks: list[Kept] = []  # of sequences on whose way these are
         self.number = 0
 
     @rule(data=st.data(), fails=st.booleans())
     def step(self, data: st.DataObject, fails: bool) -> None:
         chosen = [at for at in range(len(self.held)) if data.draw(st.booleans())]
         room = self.sequences - len(self.held)
-        keys = [one for one in self.kept if self.pool.find(one) is not None]
+        numbers = [one for one in range(self.number) if self.pool.find(key(one)) is not None]
         begins = [
-            data.draw(st.sampled_from([None, *keys]))
+            data.draw(st.sampled_from([None, *numbers]))
             for _ in range(data.draw(st.integers(0, room)))
         ]
-        found = [NO_TOKENS if one is None else self.pool.find(one) or NO_TOKENS for one in begins]
+        found = [NO_TOKENS if one is None else self.pool.find(key(one)) or 0 for one in begins]
         for one, slot in zip(begins, found, strict=True):
-            assert one is None or self.content[slot] == self.kept[one]
+            assert one is None or self.content[slot] == one
         reads = [*(self.held[at] for at in chosen), *found]
         step = self.pool.reserve(reads)
         assert not {*step.writes} & {*self.held, *reads, NO_TOKENS}
@@ -214,7 +266,7 @@ class StateMachine(RuleBasedStateMachine):
         self.pool.check([*self.held, *step.reads, *step.writes])
         for slot in step.writes:
             self.number += 1
-            self.content[slot] = self.number
+            self.content[slot] = self.number // 2  # some are of the same tokens
         if fails:
             self.pool.rollback(step)
             return
@@ -230,13 +282,33 @@ class StateMachine(RuleBasedStateMachine):
         self.held.append(self.pool.share(data.draw(st.sampled_from(self.held))))
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), number=st.integers(0, 5))
-    def keep(self, data: st.DataObject, number: int) -> None:
+    @rule(data=st.data(), stays=st.booleans())
+    def keep(self, data: st.DataObject, stays: bool) -> None:
         slot = data.draw(st.sampled_from(self.held))
-        kept = self.pool.register(slot, key(number))
-        if kept is not None:
-            assert kept == Kept(slot, key(number))
-            self.kept[key(number)] = self.content[slot]
+        kept = self.pool.register(slot, key(self.content[slot]), stays=stays)
+        assert self.pool.find(key(self.content[slot])) == kept.slot
+        assert kept.stays or not stays
+        if not stays:
+            self.marks.append(kept)
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data(), settles=st.booleans())
+    def leave(self, data: st.DataObject, settles: bool) -> None:
+        kept = self.marks.pop(data.draw(st.integers(0, len(self.marks) - 1)))
+        before = self.pool.find(kept.key)
+        stays = kept.stays or kept in self.marks
+        if settles:
+            self.pool.settle(kept)
+        else:
+            self.pool.pass_by(kept)
+        if settles or stays:
+            assert self.pool.find(kept.key) == before
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data(), first=st.booleans())
+    def order(self, data: st.DataObject, first: bool) -> None:
+        kept = data.draw(st.sampled_from(self.marks))
+        (self.pool.hand_out_first if first else self.pool.hand_out_last)(kept)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -244,23 +316,13 @@ class StateMachine(RuleBasedStateMachine):
         at = data.draw(st.integers(0, len(self.held) - 1))
         self.pool.release(self.held.pop(at))
 
-    @rule(
-        number=st.integers(0, 5),
-        slot=st.integers(1, 4),
-        how=st.sampled_from(["hide", "drop", "first", "last", "reset"]),
-    )
-    def change(self, number: int, slot: int, how: str) -> None:
-        kept = Kept(slot, key(number))
-        if how == "reset":
-            self.pool.reset_cache()
-        elif how == "hide":
-            self.pool.hide(key(number))
-        elif how == "first":
-            self.pool.hand_out_first(kept)
-        elif how == "drop":
-            self.pool.drop(kept)
-        else:
-            self.pool.hand_out_last(kept)
+    @rule(number=st.integers(0, 5))
+    def hide(self, number: int) -> None:
+        self.pool.hide(key(number))
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset_cache()
 
     @invariant()
     def nothing_leaks(self) -> None:

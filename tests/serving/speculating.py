@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from onnxport.serving.guesses import StateReader
+from onnxport.serving.guesses import MOST_OWED, StateReader
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import TOKEN_ID_TYPECODE, Request
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -122,8 +122,10 @@ class Machine:
         config: SpeculationConfig | None = None,
         seed: int = 0,
         reader: StateReader | None = None,
+        recomputes: bool = False,
     ) -> None:
         self.step_s = step_s
+        self.recomputes = recomputes
         self.rate = rate
         self.round_s = round_s
         self.behind_s = behind_s
@@ -134,7 +136,9 @@ class Machine:
         self.guesser = Guesser(self)
         self.config = config or SpeculationConfig("ngram")
         clock = lambda: self.now_s  # noqa: E731
-        self.speculator = Speculator(self.guesser, self.config, clock, reader)
+        self.speculator = Speculator(
+            self.guesser, self.config, clock, reader, recomputes=recomputes
+        )
         self.lengths: list[int] = []  # of the drafts of each step, together
         self.told: list[bool] = []  # whether the states of each step would be
 
@@ -159,12 +163,14 @@ class Machine:
     def step(self) -> int:
         """Make one step; returns how many tokens it brought."""
         rests = self.speculator.rests()
-        guesses = {} if rests else self.speculator.propose(self.requests, 512)
+        asked = [one for one in self.requests if one.num_owed_tokens < MOST_OWED]
+        guesses = {} if rests or not asked else self.speculator.propose(asked, 512)
         if guesses:
             self.speculator.note_planned(sum(map(len, guesses.values())))
         self.told.append(self.speculator.reader is not None)
         rows = tokens = len(self.requests)
-        taken_s = self.step_s(tokens + sum(map(len, guesses.values())))
+        owed = sum(one.num_owed_tokens for one in self.requests)
+        taken_s = self.step_s(tokens + owed + sum(map(len, guesses.values())))
         self.now_s += taken_s
         self.lengths.append(sum(map(len, guesses.values())))
         for one in self.requests:
@@ -174,8 +180,10 @@ class Machine:
             if guess:
                 self.speculator.note_verified(one, len(guess), right)
             tokens += right
-        if not rests:
-            self.speculator.note_step(rows, rows + self.lengths[-1], taken_s)
+            again = 1 + right if self.recomputes and right < len(guess) else 0
+            one.num_owed_tokens = one.num_owed_tokens + again if again else 0
+        if not rests and asked:
+            self.speculator.note_step(rows, rows + owed + self.lengths[-1], taken_s)
         return tokens
 
     def grow(self, one: Request) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,13 @@ MIXES: Sequence[dict[str, Any]] = (
 
 
 def guessing_engine(params: dict[str, SamplingParams], **options: Any) -> tuple[Engine, Prophet]:
-    prophet = Prophet(lambda one: alone(PROMPTS[one.request_id], params[one.request_id], one.index))
+    has_states = options.get("state_slots", 0) > 0
+
+    def future(one: Request) -> list[int]:
+        name = one.request_id
+        return alone(PROMPTS[name], params[name], one.index, has_states=has_states)
+
+    prophet = Prophet(future)
     return null_engine(speculator=prophet, **options), prophet
 
 
@@ -273,12 +280,13 @@ def test_guesses_are_no_tokens_of_prompts_for_those_who_move_blocks(
     assert noted == [len(PROMPTS["a"])] + [0] * (len(noted) - 1)
 
 
-def test_right_guesses_come_at_once() -> None:
+@pytest.mark.parametrize("state_slots", [0, 16])
+def test_right_guesses_come_at_once(state_slots: int) -> None:
     params = {"a": SamplingParams(temperature=0.0, max_tokens=11)}
-    engine, prophet = guessing_engine(params)
+    engine, prophet = guessing_engine(params, state_slots=state_slots)
     submit(engine, "a", PROMPTS["a"], params["a"])
     deltas = run(engine)["a"]
-    assert tokens(deltas) == alone(PROMPTS["a"], params["a"])
+    assert tokens(deltas) == alone(PROMPTS["a"], params["a"], has_states=state_slots > 0)
     assert [len(delta.token_ids) for delta in deltas] == [1, 5, 5]
     assert (prophet.num_drafted, prophet.num_accepted) == (8, 8)
     assert prophet.steps == [(1, 5), (1, 5)]
@@ -320,6 +328,7 @@ def test_no_guess_goes_beyond_max_tokens() -> None:
     budget=st.integers(8, 40),
     caching=st.booleans(),
     fail_at=st.integers(0, 40),
+    state_slots=st.sampled_from([0, 9, 16]),
 )
 def test_every_request_gets_its_own_tokens(
     mixes: list[dict[str, Any]],
@@ -330,6 +339,7 @@ def test_every_request_gets_its_own_tokens(
     budget: int,
     caching: bool,
     fail_at: int,
+    state_slots: int,
 ) -> None:
     params = {
         name: SamplingParams(max_tokens=13, **mix) for name, mix in zip(PROMPTS, mixes, strict=True)
@@ -341,22 +351,25 @@ def test_every_request_gets_its_own_tokens(
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
         fails=lambda number: number == fail_at,
+        state_slots=state_slots,
     )
     prophet.length, prophet.errs = length, errs
     for name, prompt in PROMPTS.items():
         submit(engine, name, prompt, params[name])
     deltas = run(engine)
-    check_completions(deltas, PROMPTS, params, alone)
+    own = partial(alone, has_states=state_slots > 0)
+    check_completions(deltas, PROMPTS, params, own)
     if errs == 1:
         assert prophet.num_accepted == 0
 
 
-def test_logprobs_are_those_of_one_token_at_a_time() -> None:
+@pytest.mark.parametrize("state_slots", [0, 16])
+def test_logprobs_are_those_of_one_token_at_a_time(state_slots: int) -> None:
     params = {"b": SamplingParams(temperature=1.0, seed=5, logprobs=3, max_tokens=9)}
-    plain = null_engine()
+    plain = null_engine(state_slots=state_slots)
     submit(plain, "b", PROMPTS["b"], params["b"])
     expected = [one for delta in run(plain)["b"] for one in delta.logprobs or ()]
-    engine, prophet = guessing_engine(params)
+    engine, prophet = guessing_engine(params, state_slots=state_slots)
     prophet.errs = 3
     submit(engine, "b", PROMPTS["b"], params["b"])
     deltas = run(engine)["b"]
@@ -365,14 +378,15 @@ def test_logprobs_are_those_of_one_token_at_a_time() -> None:
     assert all(len(delta.logprobs or ()) == len(delta.token_ids) for delta in deltas)
 
 
-def test_a_stop_token_within_a_draft_ends_the_sequence_there() -> None:
+@pytest.mark.parametrize("state_slots", [0, 16])
+def test_a_stop_token_within_a_draft_ends_the_sequence_there(state_slots: int) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
-    expected = alone(PROMPTS["a"], greedy)
+    expected = alone(PROMPTS["a"], greedy, has_states=state_slots > 0)
     stop = expected[3]
     assert stop not in expected[:3]
     params = {"a": SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(stop,))}
     prophet = Prophet(lambda one: expected, length=8)
-    engine = null_engine(speculator=prophet)
+    engine = null_engine(speculator=prophet, state_slots=state_slots)
     submit(engine, "a", PROMPTS["a"], params["a"])
     deltas = run(engine)["a"]
     assert tokens(deltas) == expected[:4]
@@ -492,21 +506,22 @@ def submit_with_grammar(
     length=st.integers(0, 6),
     errs=st.sampled_from([0, 2, 3]),
     num_blocks=st.integers(6, 40),
+    state_slots=st.sampled_from([0, 16]),
 )
 def test_grammars_hold_with_drafts_in_small_pools(
-    mix: dict[str, Any], length: int, errs: int, num_blocks: int
+    mix: dict[str, Any], length: int, errs: int, num_blocks: int, state_slots: int
 ) -> None:
     params = SamplingParams(max_tokens=13, **mix)
     expected = {}
     for name in ("a", "b"):
-        plain = null_engine()
+        plain = null_engine(state_slots=state_slots)
         submit_with_grammar(plain, name, params)
         expected[name] = tokens(run(plain)[name])
         assert [one % 3 for one in expected[name]] == [place % 3 for place in range(13)]
-    expected["c"] = alone([9, 9])
+    expected["c"] = alone([9, 9], has_states=state_slots > 0)
     prophet = Prophet(lambda one: expected[one.request_id], length)
     prophet.errs = errs
-    engine = null_engine(speculator=prophet, num_blocks=num_blocks)
+    engine = null_engine(speculator=prophet, num_blocks=num_blocks, state_slots=state_slots)
     for name in ("a", "b"):
         submit_with_grammar(engine, name, params)
     submit(engine, "c", [9, 9])

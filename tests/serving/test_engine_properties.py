@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import onnxport.serving.hits as hits_module
 import onnxport.serving.sampling as sampling_module
 from onnxport.errors import CapacityError, OverloadedError, RequestError
 from onnxport.providers.null import NullModel, NullOptions
@@ -65,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
     windows: Sequence[tuple[int | None, ...]] = ((None,),)
     most_beams = 3
     has_states = False
+    least_shared = hits_module.LEAST_SHARED
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -115,6 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.watch = Watch(self.engine)
         self.sample = sampling_module.sample_positions
         sampling_module.sample_positions = self.sampled
+        hits_module.LEAST_SHARED = self.least_shared  # type: ignore[misc]
         self.number = 0
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -281,6 +284,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.watch.check_all_ended()
         finally:
             sampling_module.sample_positions = self.sample
+            hits_module.LEAST_SHARED = EngineMachine.least_shared  # type: ignore[misc]
             self.engine.close()
         assert self.reasons.keys() == self.tokens.keys() == self.watch.events.keys()
         for (name, index), found in self.tokens.items():
@@ -400,9 +404,23 @@ class LosingWindowedMachine(LosingMachine):
 
 
 class StatefulMachine(EngineMachine):
-    """The same, with layers that have a state of each sequence."""
+    """The same, with layers that have a state of each sequence, and short texts worth sharing."""
 
     has_states = True
+    least_shared = 1
+
+
+class GuessingStatefulMachine(GuessingMachine):
+    """Such models with drafts, which a state cannot go back behind; most are wrong."""
+
+    tiers = ({},)
+    has_states = True
+    least_shared = 5
+
+    def speculator(self) -> Prophet | None:
+        super().speculator()
+        self.prophet.errs = 2
+        return self.prophet
 
 
 class LosingStatefulMachine(LosingMachine):
@@ -410,10 +428,12 @@ class LosingStatefulMachine(LosingMachine):
 
     tiers = ({},)
     has_states = True
+    least_shared = 1
 
 
 TestEngineMachine = EngineMachine.TestCase
 TestStatefulMachine = StatefulMachine.TestCase
+TestGuessingStatefulMachine = GuessingStatefulMachine.TestCase
 TestLosingStatefulMachine = LosingStatefulMachine.TestCase
 TestWindowedMachine = WindowedMachine.TestCase
 TestGuessingWindowedMachine = GuessingWindowedMachine.TestCase
@@ -430,6 +450,7 @@ TestEngineMachine.settings = TestTieredMachine.settings = settings(
 TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=examples(100))
 TestGuessingMachine.settings = TestLosingMachine.settings
 TestWindowedMachine.settings = TestStatefulMachine.settings = TestEngineMachine.settings
+TestGuessingStatefulMachine.settings = TestLosingMachine.settings
 TestLosingStatefulMachine.settings = TestLosingMachine.settings
 TestGuessingWindowedMachine.settings = TestLosingMachine.settings
 TestLosingWindowedMachine.settings = TestLosingMachine.settings

@@ -30,6 +30,7 @@ from onnxport.serving.linear_attention import KEPT_STATES
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.pooling import Embedder
+from onnxport.serving.speculation import build
 from onnxport.serving.speculation.config import SpeculationConfig
 from tests.graphs.artifacts import SPEC, write
 from tests.serving.helpers import alone
@@ -384,7 +385,7 @@ def test_what_takes_over_has_as_many_states(stateful: list[LoadOptions], tmp_pat
     ("config", "options", "words"),
     [
         ({"kv_host_memory": 1 << 20}, {}, "kv_host_memory"),
-        ({"speculation": SpeculationConfig(method="ngram")}, {}, "speculation"),
+        ({"speculation": SpeculationConfig("eagle3", model=Path("head"))}, {}, "speculation by"),
         ({}, {"max_adapters": 1}, "max_adapters"),
     ],
 )
@@ -394,7 +395,9 @@ def test_what_does_not_go_with_states_is_refused_before_anything_is_loaded(
     config: dict[str, Any],
     options: dict[str, Any],
     words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(build, "hidden_layers", lambda config: (1,))  # the head's, which is read
     with pytest.raises(OptionError, match=f"layers of linear attention.* {words}"):
         loading.open_engine(
             tmp_path, "cpu", LoadOptions(**options), EngineConfig(**config), needs_tokenizer=False

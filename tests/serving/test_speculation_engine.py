@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,7 @@ MIXES: Sequence[dict[str, Any]] = (
     lost_at=st.integers(5, 60),
     draft_fails_at=st.integers(0, 30),
     draft_lost_at=st.integers(10, 90),
+    state_slots=st.sampled_from([0, 0, 9, 16]),
 )
 def test_whatever_happens_the_tokens_are_the_same(
     mixes: list[dict[str, Any]],
@@ -147,6 +149,7 @@ def test_whatever_happens_the_tokens_are_the_same(
     lost_at: int,
     draft_fails_at: int,
     draft_lost_at: int,
+    state_slots: int,
 ) -> None:
     shared = [7, 8, 9, 7, 8, 9, 7, 8]
     prompts = {"a": shared, "b": [*shared, 1, 2], "c": [5], "d": [*range(30, 44)]}
@@ -167,15 +170,18 @@ def test_whatever_happens_the_tokens_are_the_same(
         enable_prefix_caching=caching,
         fails=lambda number: number == fail_at,
         lost_at=lambda number: number == lost_at,
-        fallbacks=[NullModel(NullOptions(num_blocks=num_blocks, block_size=8))],
+        fallbacks=[
+            NullModel(NullOptions(num_blocks=num_blocks, block_size=8, state_slots=state_slots))
+        ],
+        state_slots=state_slots,
         speculator=guessing,
     )
     for name, prompt in prompts.items():
         submit(engine, name, prompt, params[name])
     deltas = run(engine)
-    check_completions(deltas, prompts, params, alone)
+    check_completions(deltas, prompts, params, partial(alone, has_states=state_slots > 0))
     done = counters(engine)
-    if guesser == "same" and not any("logprobs" in mix for mix in mixes):
+    if guesser == "same" and not state_slots and not any("logprobs" in mix for mix in mixes):
         assert done.num_accepted_tokens == done.num_draft_tokens
     drafter = guessing._asker.drafter
     if isinstance(drafter, ModelDrafter):

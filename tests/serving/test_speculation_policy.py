@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxport.errors import DeviceLostError, ProviderError
+from onnxport.serving.guesses import MOST_OWED
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.config import MOST_GUESSED, SpeculationConfig
@@ -192,6 +194,93 @@ def test_it_comes_near_the_best_fixed_length(step_s, rate: float, rows: int) -> 
     machine = Machine(step_s, rate, rows=rows)
     machine.run(100)
     assert machine.run(1500) > 0.95 * machine.best()
+
+
+# Where a wrong guess makes a request compute again what it has got in that step.
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    st.floats(0.0, 0.98), st.integers(0, 6), st.integers(0, 9), st.floats(0.0, 0.5), st.booleans()
+)
+def test_what_is_computed_again_counts(
+    rate: float, limit: int, owed: int, slope: float, slow: bool
+) -> None:
+    round_s = 0.1 if slow else 0.0
+    table = [1.0 + slope * (1 + owed + drafted) for drafted in range(limit + 1)]
+
+    def speed(length: int) -> float:
+        tokens = 1.0 + sum(rate**place for place in range(1, length + 1))
+        again = sum(rate**right * (1 - rate) * (owed + 1 + right) for right in range(length))
+        return tokens / (table[length] + length * round_s + slope * again)
+
+    choice = choose_lengths([rate], [limit], 6, table, round_s, [owed])
+    assert choice.speedup == pytest.approx(speed(choice.lengths[0]) / speed(0))
+    assert choice.speedup == pytest.approx(max(map(speed, range(limit + 1))) / speed(0))
+    if not rate:
+        assert choice.lengths == [0]
+
+
+def best_again(machine: Machine) -> float:
+    """Tokens a second of a row with the best fixed length, what is owed included."""
+    dice, speeds = Random(1), []
+    for length in range(machine.config.longest_draft + 1):
+        tokens, taken_s, owed = 0, 0.0, 0
+        for _ in range(2000):
+            taken_s += machine.step_s(1 + owed + length)
+            right = 0
+            while right < length and dice.random() < machine.rate:
+                right += 1
+            tokens += 1 + right
+            owed = owed + 1 + right if right < length and owed < MOST_OWED else 0
+        speeds.append(tokens / taken_s)
+    return max(speeds)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("step_s", [memory_bound, steep])
+def test_it_comes_near_the_best_length_where_tokens_are_computed_again(  # type: ignore[no-untyped-def]
+    step_s, rate: float
+) -> None:
+    machine = Machine(step_s, rate, recomputes=True)
+    machine.run(100)
+    assert machine.run(1500) > 0.9 * best_again(machine)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("step_s", [memory_bound, compute_bound, steep])
+def test_wrong_guesses_cost_little_where_tokens_are_computed_again(  # type: ignore[no-untyped-def]
+    step_s, rows: int
+) -> None:
+    machine = Machine(step_s, 0.0, rows=rows, recomputes=True)
+    assert machine.run(1000) > 0.97 * machine.plain()
+    assert machine.run(1000) > 0.98 * machine.plain()
+
+
+def test_a_step_that_computes_again_is_a_loss() -> None:
+    machine = Machine(memory_bound, 0.9, recomputes=True)
+    machine.run(100)
+    speculator = machine.speculator
+    speculator._settle()
+    before_s = speculator._ledger.balance_s
+    speculator.note_step(1, 9, memory_bound(9))  # without a guess
+    speculator._settle()
+    lost_s = before_s - speculator._ledger.balance_s
+    assert lost_s == pytest.approx(memory_bound(9) - memory_bound(1), rel=0.2)
+
+
+def test_guesses_do_not_pay_by_what_is_computed_again() -> None:
+    """Half of them are right, which pays where nothing is computed again, and not here."""
+
+    def step_s(num_tokens: int) -> float:
+        return 0.010 + 0.004 * (num_tokens - 1)
+
+    plain = Machine(step_s, 0.5)
+    plain.run(1000)
+    assert sum(plain.lengths[500:]) > 250
+    again = Machine(step_s, 0.5, recomputes=True)
+    assert again.run(2000) > 0.98 * again.plain()
+    assert sum(again.lengths[1000:]) < 100
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -36,6 +39,14 @@ from tests.serving.pooling import LAST, MEAN, embed
 from tests.serving.prophet import Prophet
 
 PROMPT = list(range(1, 23))
+
+
+class Reader(Prophet):
+    """A guesser that is to be told of the model's hidden states, as heads are."""
+
+    @property
+    def reader(self) -> Any:
+        return self
 
 
 class StateBench(Bench):
@@ -219,11 +230,29 @@ def test_a_state_where_one_stops_outlives_that_of_another_on_its_way() -> None:
     assert keys is not None
     assert pool.find(keys.key(3)) == states.requests["b"].state
     states.step(only=["a"])
-    assert pool.find(keys.key(3)) == states.requests["a"].state
     for _ in range(4):
         states.step(only=["b"])
     assert pool.find(keys.key(3)) is not None
     assert states.requests["b"].num_computed_tokens == 60
+
+
+@pytest.mark.parametrize("ends", ["a", "b"])
+def test_a_state_where_one_has_ended_stays_when_its_like_goes_on(ends: str) -> None:
+    states = caching()
+    states.submit("a", range(6), cached=True)
+    states.submit("b", range(6), cached=True)
+    requests = states.requests.values()
+    while min(request.num_computed_tokens for request in requests) < 12:
+        due = [name for name, one in states.requests.items() if one.num_computed_tokens < 12]
+        states.step(only=due)
+    keys = states.requests["a"].keys
+    assert keys is not None
+    states.finish(ends)
+    for _ in range(8):
+        states.slots()
+    other = states.requests["b" if ends == "a" else "a"]
+    assert other.num_computed_tokens == 20
+    assert states.pool_of_states.find(keys.key(2)) is not None
 
 
 def test_states_on_the_way_through_a_prompt_are_replaced() -> None:
@@ -538,7 +567,7 @@ def test_what_was_kept_is_forgotten_when_another_model_takes_over() -> None:
     for _ in range(2):
         states.slots()
     requests = states.requests.values()
-    assert [request.kept is not None for request in requests] == [True, True, False]  # b1 is as b
+    assert [request.kept is not None for request in requests] == [True, True, True]
     states.scheduler.move_to(BlockPool(40, 4), 4, 16, StatePool(8))
     assert all(request.kept is None for request in requests)
     states.scheduler.check()
@@ -568,8 +597,11 @@ def test_a_model_without_room_for_a_sequence_is_refused() -> None:
         ({"kv_host_memory": 1 << 20}, r": kv_host_memory \(K/V are of no use"),
         ({"kv_disk": "blocks"}, r": kv_disk \(K/V"),
         ({"kv_host_memory": 1 << 20, "kv_disk": "blocks"}, "kv_host_memory and kv_disk"),
-        ({"speculation": SpeculationConfig(method="ngram")}, "speculation"),
-        ({"speculator": Prophet(lambda request: [])}, "speculation"),
+        (
+            {"speculation": SpeculationConfig("eagle3", model=Path("head"))},
+            "speculation by an EAGLE-3 head",
+        ),
+        ({"speculator": Reader(lambda request: [])}, "speculation by an EAGLE-3 head"),
         ({"max_adapters": 1}, "max_adapters"),
         ({"kv_disk": "blocks", "max_adapters": 1}, "kv_disk .*; max_adapters"),
     ],

@@ -14,10 +14,15 @@ from onnxport.exporter.export import export_model
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.library import find_library
+from onnxport.serving import loading
+from onnxport.serving.engine import Engine
 from onnxport.serving.prompts import TokensPrompt
+from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.speculator import Speculator
 from onnxport.serving.verify.verifier import Checks, Verifier
 from tests.conformance.make import export_options
 from tests.exporter import checkpoints
+from tests.serving.prophet import Prophet
 
 _random = random.Random(5)
 SYSTEM = [_random.randrange(3, 160) for _ in range(48)]
@@ -91,6 +96,22 @@ def test_a_batch_in_chunks(artifact: tuple[Path, str], expected: Any, seqs: int)
     assert answers(artifact, max_num_batched_tokens=24, max_num_seqs=seqs)[0] == expected
 
 
+@pytest.mark.parametrize("errs", [1, 3])
+def test_guesses_change_nothing(
+    artifact: tuple[Path, str], expected: Any, errs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prophet = Prophet(lambda one: expected[PROMPTS.index([*one.prompt_token_ids])][one.index])
+    prophet.errs = errs
+
+    def guessing(*arguments: Any, **options: Any) -> Engine:
+        return Engine(*arguments, **{**options, "speculator": prophet})
+
+    monkeypatch.setattr(loading, "Engine", guessing)
+    assert answers(artifact)[0] == expected
+    assert prophet.num_drafted > 100
+    assert (0 < prophet.num_accepted < prophet.num_drafted) == (errs == 3)
+
+
 def test_what_is_found_again(artifact: tuple[Path, str], expected: Any) -> None:
     tokens, _, cached = answers(artifact, again=True)
     assert tokens == expected
@@ -135,3 +156,15 @@ def test_verify(artifact: tuple[Path, str]) -> None:
 def test_what_does_not_go_with_states_is_refused(artifact: tuple[Path, str]) -> None:
     with pytest.raises(OptionError, match=r"kv_host_memory .*; max_adapters .*\. Leave them out"):
         LLM(artifact[0], provider="cpu", kv_host_memory=1 << 20, max_adapters=1)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "grammar"])
+def test_guesses_by_options(artifact: tuple[Path, str], method: str) -> None:
+    path, attention = artifact
+    config = SpeculationConfig(method)  # type: ignore[arg-type]
+    with LLM(path, provider="cpu", threads=1, attention=attention, speculation=config) as llm:
+        guesses = llm._engine._guessing._guesses
+        assert isinstance(guesses, Speculator)
+        assert guesses._recomputes
+        [output] = llm.generate([TokensPrompt(prompt_token_ids=PROMPTS[3])], PARAMS[0])
+        assert len(output.outputs[0].token_ids) == 30
