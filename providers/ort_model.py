@@ -47,6 +47,7 @@ class OrtModel(Transfers):
         is_host: bool = False,
         step_memory: StepMemory | None = None,
         device_logits: DeviceLogits | None = None,
+        most_row_tokens: int | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -63,6 +64,7 @@ class OrtModel(Transfers):
             step_memory: runs steps that would take more in parts; None: steps take what they take.
             device_logits: where logits are left, to bring to the host what is needed of them; None:
                 the session itself brings all of them.
+            most_row_tokens: new tokens that a run of the session takes of a row; None: any number.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
@@ -72,6 +74,7 @@ class OrtModel(Transfers):
         self._replay = replay
         self._step_memory = step_memory
         self._device_logits = device_logits
+        self._most_row_tokens = most_row_tokens
         self._adapters = adapters
         self._bound: Values | None = None  # weights of adapters
         self._run_options = None
@@ -122,11 +125,9 @@ class OrtModel(Transfers):
         self._check_states(inputs)
         self._progress += 1
         try:
-            if self._step_memory is not None:
-                ranges = self._step_memory.split(inputs)
-                if len(ranges) > 1:
-                    return self._run_parts(inputs, ranges)
-            return self._run_whole(inputs)
+            if self._most_row_tokens is not None:
+                return self._run_chunks(inputs, self._most_row_tokens)
+            return self._run_rows(inputs)
         except (ProviderError, AssertionError):
             raise
         except Exception as error:
@@ -157,6 +158,32 @@ class OrtModel(Transfers):
             "this model keeps no states of sequences, and a step names slots for them; leave out "
             "state_reads and state_writes"
         )
+
+    def _run_chunks(self, inputs: StepInputs, most_tokens: int) -> NDArray[np.float32]:
+        """Run as many new tokens of each row as a run takes, then the next ones of those left."""
+        from onnxport.providers.chunk_steps import chunk_parts, cut
+
+        runs = cut(np.diff(inputs.cumulative_sequence_lengths).tolist(), most_tokens)
+        if len(runs) == 1:
+            return self._run_rows(inputs)
+        limits = self._capabilities
+        if inputs.summaries is not None:
+            inputs.summaries[:, -1] = contract.NO_SUMMARY
+        logits = np.empty((len(inputs.logits_indices), limits.vocab_size), np.float32)
+        for part, tokens, own in chunk_parts(inputs, runs, limits.block_size):
+            logits[own] = self._run_rows(part)[: len(own)]
+            if inputs.hidden_states is not None:
+                assert part.hidden_states is not None
+                inputs.hidden_states[tokens] = part.hidden_states
+        return logits
+
+    def _run_rows(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """Run a step whole, or in ranges of rows where it would take too much memory."""
+        if self._step_memory is not None:
+            ranges = self._step_memory.split(inputs)
+            if len(ranges) > 1:
+                return self._run_parts(inputs, ranges)
+        return self._run_whole(inputs)
 
     def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
         logits = self._run_padded(inputs)
@@ -205,7 +232,8 @@ class OrtModel(Transfers):
         from onnxport.providers.buckets import pad
 
         assert self._buckets is not None
-        return pad(inputs, self._buckets, self._capabilities.num_blocks)
+        limits = self._capabilities
+        return pad(inputs, self._buckets, limits.num_blocks, limits.state_slots + 1)
 
     def _compute(self, inputs: StepInputs, query_tile: int = 1) -> NDArray[np.float32] | None:
         """Run a step from and to host memory; `query_tile` is for graphs that want it.

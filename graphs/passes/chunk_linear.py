@@ -34,11 +34,11 @@ from onnxport.graphs import contract, ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.linear_nodes import DeltaNetNode
 from onnxport.graphs.passes.decompose_linear import LinearRewriter, rewrite_linear
+from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.passes.result import PassResult
 
 CHUNK_TOKENS: Final = 64  # most new tokens of a row; a power of two
 _NEVER: Final = -1e9  # whose exponential is 0
-_SCOPE: Final = "chunks"  # of the names of what all layers share
 
 
 def chunk_linear(model: onnx.ModelProto) -> PassResult:
@@ -109,7 +109,7 @@ class _ChunkRewriter(LinearRewriter):
 
     def _chunk_plan(self, node: DeltaNetNode) -> _ChunkPlan:
         if node.lengths not in self._chunks:
-            with self._g.scope(_SCOPE, root=True):
+            with self._g.scope(SCOPE, root=True):
                 longest = self._longest(node)
                 self._chunks[node.lengths] = _ChunkPlan(
                     self._g, node.lengths, node.decay, longest
@@ -184,9 +184,8 @@ class _ChunkPlan:
         every = g.constant(_patterns(), "patterns")
         both = g.node("Concat", [longest, longest], axis=0)
         cut = g.node("Slice", [every, ints(0, 0), both, ints(1, 2)])
-        parts = g.node("Split", [cut], outputs=len(_patterns()), axis=0, num_outputs=len(_patterns()))
         self._same, self.upto, self._behind, *self._levels = (
-            g.node("Squeeze", [part, ints(0)]) for part in parts
+            g.node("Gather", [cut, number(which)], axis=0) for which in range(len(_patterns()))
         )
         self._sees = ops.cast(g, self.upto, TensorProto.BOOL)
 
