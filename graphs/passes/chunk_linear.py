@@ -111,9 +111,7 @@ class _ChunkRewriter(LinearRewriter):
         if node.lengths not in self._chunks:
             with self._g.scope(SCOPE, root=True):
                 longest = self._longest(node)
-                self._chunks[node.lengths] = _ChunkPlan(
-                    self._g, node.lengths, node.decay, longest
-                )
+                self._chunks[node.lengths] = _ChunkPlan(self._g, node.lengths, node.decay, longest)
         return self._chunks[node.lengths]
 
     def _longest(self, node: DeltaNetNode) -> str:

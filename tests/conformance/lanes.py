@@ -15,12 +15,13 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers import registry
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
-from tests.conformance.make import AWQ, LATENT, MXFP4, PRECISIONS
+from tests.conformance.make import AWQ, HYBRID, LATENT, MXFP4, PRECISIONS
 from tests.conformance.rules import Rule
 
 POOL_TOKENS = 1024
 BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
 LATENT_FAMILIES = tuple(family for family, _ in LATENT)
+HYBRID_FAMILIES = tuple(family for family, _ in HYBRID)
 QUANTIZED = ("int8", "int4", AWQ, MXFP4)
 # An int8 cache whose scales each token has to itself: coarse, and the same in any batch. Attention
 # of random weights is steep; measured: 0.41, and mostly below 0.2; of latents with experts 1.4.
@@ -113,7 +114,8 @@ def _cpu_lanes() -> list[Lane]:
 
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
-    refused = ("gemma2", *LATENT_FAMILIES)  # its attention caps no scores, and has no latents
+    # Its attention caps no scores, and has no latents, and none of its layers a state.
+    refused = ("gemma2", *LATENT_FAMILIES, *HYBRID_FAMILIES)
     return [
         Lane("openvino", "openvino", exact, refused=refused),
         Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),
@@ -136,7 +138,8 @@ def _device_lanes() -> list[Lane]:
             replayed,
             emulated=True,
             precisions=("fp16", "int4"),
-            refused=LATENT_FAMILIES,  # steps of decomposed attention are not replayed
+            # Steps of decomposed attention are not replayed, nor those of layers with a state.
+            refused=(*LATENT_FAMILIES, *HYBRID_FAMILIES),
         )
     )
     for name in registry.EMULATED:

@@ -36,9 +36,12 @@ LATENT: Final = (
     ("deepseek-v3", "fp16"),
     ("glm4-moe-lite", "fp32"),
 )
+# Layers with a state in place of keys and values.
+HYBRID: Final = (("qwen3.5", "int4"),)
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
+    *HYBRID,
     ("afmoe", "fp16"),
     ("afmoe-dense", "int4"),
     ("cohere", "int8"),
@@ -86,7 +89,7 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
         from tests.exporter import checkpoints
 
         checkpoint = path.with_name("checkpoint")
-        checkpoints.make(checkpoints.CASES[case], checkpoint)
+        checkpoints.make({**checkpoints.CASES, **checkpoints.HYBRID}[case], checkpoint)
         if precision == AWQ:
             from tests.exporter import integers
 

@@ -28,7 +28,9 @@ class ArtifactWeights:
 
     def vector(self, role: str) -> Array:
         """See `WeightSource`."""
-        kind = "kernel" if role.endswith(".conv") else "weight"  # of a convolution, [channels, 1, taps]
+        kind = (
+            "kernel" if role.endswith(".conv") else "weight"
+        )  # of a convolution, [channels, 1, taps]
         return self._values[f"{role}.{kind}"].astype(np.float32)
 
     def linear(self, role: str, x: Array) -> Array:
