@@ -17,6 +17,7 @@ from onnxport.providers.failures import device_error
 from onnxport.providers.hidden_states import HiddenStates, join_states
 from onnxport.providers.memory_plan import MEMORY_PLAN, plan_dimension
 from onnxport.providers.ort import CacheTensor
+from onnxport.providers.states import check_states
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
 if TYPE_CHECKING:
@@ -84,7 +85,6 @@ class OrtModel(Transfers):
             self._run_options = run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
-        self._has_states = contract.STATE_READS in self._input_names
         self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
         # Of the second group of layers and those behind it.
         self._tables = [contract.block_table(i) for i in range(1, len(capabilities.windows))]
@@ -122,7 +122,7 @@ class OrtModel(Transfers):
             raise ProviderError(CLOSED)
         if self._adapters is None:
             refuse_slots(inputs)
-        self._check_states(inputs)
+        check_states(inputs, self._capabilities.state_slots)
         self._progress += 1
         try:
             if self._most_row_tokens is not None:
@@ -143,21 +143,6 @@ class OrtModel(Transfers):
         if self._adapters is None:
             return super().set_adapter(slot, adapter)
         self._adapters.put(slot, adapter)
-
-    def _check_states(self, inputs: StepInputs) -> None:
-        """Refuse a step without slots for the states of its rows, or with some that are none."""
-        given = [inputs.state_reads is not None, inputs.state_writes is not None]
-        if given == [self._has_states] * 2:
-            return
-        if self._has_states:
-            raise ProviderError(
-                "this model keeps a state of each sequence, so a step needs state_reads and "
-                f"state_writes, slots 1 to {self._capabilities.state_slots}; one of them is missing"
-            )
-        raise ProviderError(
-            "this model keeps no states of sequences, and a step names slots for them; leave out "
-            "state_reads and state_writes"
-        )
 
     def _run_chunks(self, inputs: StepInputs, most_tokens: int) -> NDArray[np.float32]:
         """Run as many new tokens of each row as a run takes, then the next ones of those left."""

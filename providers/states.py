@@ -12,7 +12,7 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.states import SLOTS_PER_SEQUENCE
-from onnxport.providers.base import LoadOptions
+from onnxport.providers.base import LoadOptions, StepInputs
 from onnxport.providers.pool import UNKNOWN_BYTES, PoolPlan, is_exact
 
 SEQUENCES: Final = 32  # that there is room for where nobody says how many
@@ -171,12 +171,36 @@ def plan_memory(
 
 
 def refuse_states(artifact: Artifact, provider: str) -> None:
-    """Raise ProviderError where a provider that keeps no states is given a model that has some."""
+    """Raise ProviderError where what keeps no states is given a model that has some."""
     if artifact.manifest.model.linear is not None:
         raise ProviderError(
-            f"the {provider} provider does not run layers of linear attention, which "
-            f"{artifact.path.name} has; cpu does"
+            f"{provider} does not run layers of linear attention, which {artifact.path.name} has; "
+            "use another provider, such as cpu"
         )
+
+
+def check_states(inputs: StepInputs, state_slots: int) -> None:
+    """Refuse a step without slots for the states of its rows, or with some that are none.
+
+    Args:
+        inputs: the step.
+        state_slots: of the model, see `Capabilities`.
+
+    Raises:
+        ProviderError: it is such a step.
+    """
+    given = [inputs.state_reads is not None, inputs.state_writes is not None]
+    if given == [state_slots > 0] * 2:
+        return
+    if state_slots:
+        raise ProviderError(
+            "this model keeps a state of each sequence, so a step needs state_reads and "
+            f"state_writes, slots 1 to {state_slots}; one of them is missing"
+        )
+    raise ProviderError(
+        "this model keeps no states of sequences, and a step names slots for them; leave out "
+        "state_reads and state_writes"
+    )
 
 
 def refuse_adapters(artifact: Artifact, options: LoadOptions) -> None:

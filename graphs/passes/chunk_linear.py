@@ -22,6 +22,7 @@ Rows are padded to C tokens by some whose beta and g are 0, which change nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -41,7 +42,7 @@ CHUNK_TOKENS: Final = 64  # most new tokens of a row; a power of two
 _NEVER: Final = -1e9  # whose exponential is 0
 
 
-def chunk_linear(model: onnx.ModelProto) -> PassResult:
+def chunk_linear(model: onnx.ModelProto, *, takes_tile: bool = False) -> PassResult:
     """Replace VarlenCausalConvWithState and GatedDeltaNet by standard operators.
 
     No row of a step may have more than CHUNK_TOKENS new tokens. What is computed of each is as wide
@@ -50,19 +51,26 @@ def chunk_linear(model: onnx.ModelProto) -> PassResult:
 
     Args:
         model: A paged graph, in its final types and behind `decompose`.
+        takes_tile: Let the graph have the input QUERY_TILE for it.
 
     Raises:
         ArtifactError: As `decompose_linear`; or the graph has neither of these inputs.
     """
-    return rewrite_linear(model, _ChunkRewriter, "chunk_linear")
+    result = rewrite_linear(model, partial(_ChunkRewriter, takes_tile=takes_tile), "chunk_linear")
+    if takes_tile and result.changes:
+        dims = [contract.QUERY_TILE]
+        info = onnx.helper.make_tensor_value_info(contract.QUERY_TILE, TensorProto.INT8, dims)
+        result.model.graph.input.append(info)
+    return result
 
 
 class _ChunkRewriter(LinearRewriter):
     """Emits the replacement of each node."""
 
-    def __init__(self, g: GraphBuilder, model: onnx.ModelProto) -> None:
+    def __init__(self, g: GraphBuilder, model: onnx.ModelProto, *, takes_tile: bool) -> None:
         super().__init__(g, model)
         self._inputs = {info.name for info in model.graph.input}
+        self._inputs |= {contract.QUERY_TILE} if takes_tile else set()
         self._chunks: dict[str, _ChunkPlan] = {}
 
     def _delta_net(self, node: DeltaNetNode) -> None:

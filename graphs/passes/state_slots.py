@@ -45,7 +45,7 @@ def use_state_slots(model: onnx.ModelProto) -> PassResult:
     found = {node.output[0]: node for node in model.graph.node if is_linear_node(node)}
     if not found:
         return PassResult("state_slots", copy, {})
-    graph = _Graph.of(model)
+    graph = StateGraph.of(model)
     fused: dict[str, onnx.NodeProto] = {}
     dropped: set[str] = set()
     for output, node in found.items():
@@ -71,8 +71,8 @@ class _Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    """What is looked up of a graph."""
+class StateGraph:
+    """What is looked up of a graph whose layers have states."""
 
     makers: Mapping[str, onnx.NodeProto]
     readers: Mapping[str, list[tuple[onnx.NodeProto, int]]]
@@ -80,7 +80,8 @@ class _Graph:
     outputs: frozenset[str]
 
     @classmethod
-    def of(cls, model: onnx.ModelProto) -> _Graph:
+    def of(cls, model: onnx.ModelProto) -> StateGraph:
+        """Look at a graph."""
         outputs = frozenset(info.name for info in model.graph.output)
         inputs = {info.name for info in model.graph.input}
         weights = {k: v for k, v in initializers(model).items() if k not in inputs}
@@ -140,7 +141,7 @@ class _Graph:
         return found
 
 
-def _fused(node: CausalConvNode | DeltaNetNode, pool: _Pool, graph: _Graph) -> onnx.NodeProto:
+def _fused(node: CausalConvNode | DeltaNetNode, pool: _Pool, graph: StateGraph) -> onnx.NodeProto:
     slots = [pool.past, node.lengths, contract.STATE_READS, contract.STATE_WRITES]
     outputs = [node.output, pool.present]
     if isinstance(node, CausalConvNode):
