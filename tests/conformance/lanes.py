@@ -114,8 +114,7 @@ def _cpu_lanes() -> list[Lane]:
 
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
-    # Its attention caps no scores, and has no latents, and none of its layers a state.
-    refused = ("gemma2", *LATENT_FAMILIES, *HYBRID_FAMILIES)
+    refused = ("gemma2", *LATENT_FAMILIES)  # its attention caps no scores, and has no latents
     return [
         Lane("openvino", "openvino", exact, refused=refused),
         Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),

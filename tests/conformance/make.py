@@ -37,7 +37,7 @@ LATENT: Final = (
     ("glm4-moe-lite", "fp32"),
 )
 # Layers with a state in place of keys and values.
-HYBRID: Final = (("qwen3.5", "int4"),)
+HYBRID: Final = (("qwen3.5", "fp32"),)
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
