@@ -1,4 +1,4 @@
-"""Models with layers of linear attention on the `cpu` provider, and who refuses them."""
+"""Models with layers of linear attention on the `cpu` provider."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from onnxport.providers.cpu import choices
 from onnxport.providers.cpu.provider import CpuProvider
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.pool import plan_pool
-from onnxport.providers.registry import get_provider
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from tests.exporter import checkpoints
 from tests.exporter.checkpoints import HYBRID
@@ -236,14 +235,6 @@ def test_other_models_have_no_states(tiny_artifact: ArtifactMaker) -> None:
         inputs = Stateful(model, 1).inputs({0: [1, 2]}, [1])
         with pytest.raises(ProviderError, match="keeps no states of sequences"):
             model.run(inputs)
-
-
-def test_openvino_refuses_them(made: Maker) -> None:
-    pytest.importorskip("openvino")
-    path, _ = made("qwen3.5", "fp32")
-    wanted = "the openvino provider does not run layers of linear attention.*; cpu does"
-    with pytest.raises(ProviderError, match=wanted):
-        get_provider("openvino").load(Artifact.read(path), LoadOptions())
 
 
 @pytest.mark.parametrize("attention", KINDS)
