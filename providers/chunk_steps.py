@@ -1,8 +1,8 @@
 """Run a step in parts of which no row has more than a few new tokens.
 
-Where a state is computed of several tokens at once (graphs.passes.chunk_linear), a run takes as many
-of a row as that pass does, and all its rows are padded to the longest. So a step is cut: a row of
-more tokens goes on, in the next run, from what it has left in the slot that it writes.
+Where a state is computed of several tokens at once (graphs.passes.chunk_linear), a run takes as
+many of a row as that pass does, and all its rows are padded to the longest. So a step is cut: a row
+of more tokens goes on, in the next run, from what it has left in the slot that it writes.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ as columns, C tokens, and decays g <= 0, of which only sums are ever exponents:
     output  = exp(G) S Q + U (D * K^T Q)
     S'      = exp(G[C]) S + U D[:, C] K^T
 
-The inverse grows by doubling: where W is that of the blocks of s tokens on the diagonal, and A_s what
-A has of one such block for the next one, W - W A_s W is that of blocks of 2 s. Powers of A, which
-are fewer products, are not of use: keys of tokens that repeat are alike, and numbers of 10^17 cancel
-out then.
+The inverse grows by doubling: where W is that of the blocks of s tokens on the diagonal, and A_s
+what A has of one such block for the next one, W - W A_s W is that of blocks of 2 s. The product of
+I - A, I + A^2, I + A^4 and so on is of no use: keys of tokens that repeat are alike, and numbers of
+10^17 cancel out then.
 
 Rows are padded to C tokens by some whose beta and g are 0, which change nothing.
 """
@@ -132,9 +132,9 @@ class _ChunkRewriter(LinearRewriter):
             length = g.node("Slice", [bounds, self._ints([0]), self._ints([1])])
         else:
             raise ArtifactError(
-                f"chunk_linear: how many new tokens a row of {node.name!r} has at most says neither "
-                f"{contract.QUERY_TILE!r} nor {contract.ATTENTION_METADATA!r}, one of which must "
-                "be an input of the graph"
+                f"chunk_linear: how many new tokens a row of {node.name!r} has at most says "
+                f"neither {contract.QUERY_TILE!r} nor {contract.ATTENTION_METADATA!r}, one of "
+                "which must be an input of the graph"
             )
         most = g.node("Min", [length, self._ints([CHUNK_TOKENS])])
         return g.node("Max", [most, self._ints([1])])
@@ -206,7 +206,7 @@ class _ChunkPlan:
         return g.node("Mul", [g.node("Unsqueeze", [rows, axis]), self._own])
 
     def decays(self, g: GraphBuilder, decay: str) -> str:
-        """D of what `numbers` gave, [batch, heads, C, C]: sums of what lies between, no differences."""
+        """D of what `numbers` gave, [batch, heads, C, C]: of sums, for differences lose bits."""
         sums = g.node("MatMul", [g.node("Mul", [decay, self._behind]), self.upto])
         never = g.constant(np.array(_NEVER, np.float32), "never")
         return g.node("Exp", [g.node("Where", [self._sees, sums, never])])

@@ -1,8 +1,8 @@
 """Let a graph take the states of its rows, and give those behind their last tokens.
 
 For runtimes that would copy a whole pool to write some of its slots: what is gathered from a pool
-and what is scattered to it become the graph's input and output, under the pool's names. Whoever runs
-the graph has the pools.
+and what is scattered to it become the graph's input and output, under the pool's names. Whoever
+runs the graph has the pools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The states of sequences, in host memory: the graph is given those of its rows, and gives theirs."""
+"""The states of sequences, in host memory: the graph takes those of its rows, and gives theirs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RowStates:
             _Pool(
                 pool.past,
                 pool.present,
-                huge_page_zeros((plan.pool_slots, *pool.shape), pool.dtype),
+                huge_page_zeros((plan.pool_slots, *pool.shape), "float32").view(np.float32),
             )
             for pool in state_tensors(spec)
         ]

@@ -46,8 +46,8 @@ class Wrapped:
 class Slotted(Wrapped):
     """A model that keeps states, which finds the slots of steps that name none by their blocks.
 
-    A state is that of the block which holds a sequence's last token, and of its length. So a copy of
-    that block goes on from it, too; one that nobody has written goes on from the state of no tokens.
+    A state is that of the block which holds a sequence's last token, and of its length. So a copy
+    of that block goes on from it, too; one that nobody has written from the state of no tokens.
     """
 
     def __init__(self, model: Model) -> None:

@@ -80,7 +80,7 @@ def test_rows_of_all_lengths() -> None:
 
 
 def alike(keep: float, fresh: float) -> DeltaCase:
-    """Tokens whose keys are one; of gates, what is kept of a state and how much of a value is new."""
+    """Tokens whose keys are one; what is kept of a state, and how much of a value is new."""
     beta, decay = (np.full_like(DELTA.beta, number) for number in (fresh, np.log(keep)))
     key = np.repeat(DELTA.key[:1], len(DELTA.key), axis=0)
     plain = {"a_log": None, "dt_bias": None, "has_sigmoid": False}
@@ -92,7 +92,7 @@ def alike(keep: float, fresh: float) -> DeltaCase:
     [alike(1.0, 1.0), alike(0.999, 0.9), alike(0.9, 0.5), alike(1e-30, 1.0), alike(1e-3, 0.01)],
 )
 def test_tokens_that_repeat_and_gates_that_forget(case: DeltaCase) -> None:
-    """Powers of what keys have in common would be 10^17 here, and exponentials more than any float."""
+    """Powers of what keys have in common would be 10^17 here, and exponentials no float."""
     for bound in BOUNDS:
         linear_cases.check(case, run(chunk_linear(bounded_model(case, bound)).model, case))
 

@@ -116,7 +116,7 @@ def test_16_bits_of_what_is_stored_in_32_are_refused(find: Finder) -> None:
 
 @pytest.mark.parametrize("provider", ["cuda", "migraphx"])
 def test_a_step_can_be_thrown_away_and_slots_be_shared(find: Finder, provider: str) -> None:
-    """What a step writes is nothing to those that read what was there before, however long it is."""
+    """What a step writes is nothing to those that read what was there before, at any length."""
     path = find("qwen3.5", "int4")
     reference = Reference(path)
     with loaded(path, provider, **{**EXACT, "state_slots": 5}) as model:

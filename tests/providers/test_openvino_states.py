@@ -1,4 +1,4 @@
-"""Models with layers of linear attention on OpenVINO, which is given the states of a step's rows."""
+"""Models with layers of linear attention on OpenVINO, which takes the states of a step's rows."""
 
 from __future__ import annotations
 
