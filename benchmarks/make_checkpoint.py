@@ -109,6 +109,21 @@ def _delta_nets(key_heads: int, value_heads: int) -> dict[str, Any]:
     }
 
 
+def _spaces(heads: int, attention: list[int]) -> dict[str, Any]:
+    """What Granite 4 has without experts, of 40 layers."""
+    return {
+        "layer_types": ["attention" if layer in attention else "mamba" for layer in range(40)],
+        "mamba_n_heads": heads,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 8192,
+        "position_embedding_type": "nope",
+        "attention_multiplier": 0.015625,
+    }
+
+
 def _experts(count: int, per_token: int) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": per_token, "norm_topk_prob": False}
 
@@ -155,6 +170,11 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
+    "granite-4.0-h-micro-3b": {
+        **_shape("granitemoehybrid", 100_352, 2048, 8192, 40, 32, 8, True, 1e-5, 10_000.0),
+        **_spaces(64, [5, 15, 25, 35]),
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+    },
     "gemma-3-1b": _gemma3(1152, 6912, 26, 4, 1, 512),
 }
 
@@ -172,6 +192,14 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         if interval and (layer + 1) % interval:
             yield from _delta_net(config, prefix)
             continue
+        if config["model_type"] == "granitemoehybrid":
+            yield prefix + "post_attention_layernorm.weight", (hidden,)
+            size = config["shared_intermediate_size"]
+            yield prefix + "shared_mlp.input_linear.weight", (2 * size, hidden)
+            yield prefix + "shared_mlp.output_linear.weight", (hidden, size)
+            if config["layer_types"][layer] == "mamba":
+                yield from _space(config, prefix + "mamba.")
+                continue
         for name, size in (("q", 2 * q if interval else q), ("k", kv), ("v", kv)):
             yield f"{prefix}self_attn.{name}_proj.weight", (size, hidden)
             if config["model_type"] in ("qwen2", "gpt_oss"):
@@ -180,6 +208,8 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         if config["model_type"] == "gpt_oss":
             yield prefix + "self_attn.o_proj.bias", (hidden,)
             yield prefix + "self_attn.sinks", (config["num_attention_heads"],)
+        if config["model_type"] == "granitemoehybrid":
+            continue
         yield prefix + "post_attention_layernorm.weight", (hidden,)
         if config["model_type"] == "gemma3_text":
             yield prefix + "self_attn.q_norm.weight", (head,)
@@ -216,6 +246,20 @@ def _delta_net(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple
     yield prefix + "linear_attn.out_proj.weight", (hidden, values)
     yield prefix + "post_attention_layernorm.weight", (hidden,)
     yield from _feed_forward(config, prefix + "mlp.")
+
+
+def _space(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of a state space."""
+    hidden, heads = config["hidden_size"], config["mamba_n_heads"]
+    width = heads * config["mamba_d_head"]
+    channels = width + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
+    yield prefix + "in_proj.weight", (width + channels + heads, hidden)
+    yield prefix + "conv1d.weight", (channels, 1, 4)
+    yield prefix + "conv1d.bias", (channels,)
+    for name in ("A_log", "dt_bias", "D"):
+        yield prefix + name, (heads,)
+    yield prefix + "norm.weight", (width,)
+    yield prefix + "out_proj.weight", (hidden, width)
 
 
 def head_config(target: dict[str, Any], draft_vocab: int) -> dict[str, Any]:
@@ -363,6 +407,8 @@ def main() -> None:
     config = dict(SHAPES[arguments.shape])
     if arguments.layers is not None:
         config["num_hidden_layers"] = arguments.layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][: arguments.layers]
     arguments.folder.mkdir(parents=True)
     if arguments.head:
         config = head_config(config, DRAFT_VOCAB)

@@ -126,7 +126,16 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
-    {"glm", "glm4_moe", "minimax_m2", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+    {
+        "bamba",
+        "glm",
+        "glm4_moe",
+        "minimax_m2",
+        "phi3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+    }
 )
 
 
@@ -266,6 +275,7 @@ def decoder_spec(
     *,
     family: str,
     head_size: int | None = None,
+    num_layers: int | None = None,
     num_kv_heads: int | None = None,
     intermediate_size: int | None = None,
     qkv_bias: bool = False,
@@ -287,6 +297,7 @@ def decoder_spec(
         config: The model's configuration.
         family: The family's name.
         head_size: `head_dim` where the key is absent; None: hidden_size / num_attention_heads.
+        num_layers: The number of layers; None: `num_hidden_layers`.
         num_kv_heads: `num_key_value_heads` where absent; None: num_attention_heads, which null
             means in any case.
         intermediate_size: `intermediate_size` where absent; None: it must be there.
@@ -310,7 +321,8 @@ def decoder_spec(
     check_causal(config)
     hidden_size = config.require("hidden_size", int)
     num_heads = config.require("num_attention_heads", int)
-    num_layers = config.require("num_hidden_layers", int)
+    if num_layers is None:
+        num_layers = config.require("num_hidden_layers", int)
     head_size = config.get("head_dim", int, head_size or hidden_size // max(num_heads, 1))
     if num_kv_heads is None or config.is_null("num_key_value_heads"):
         num_kv_heads = num_heads

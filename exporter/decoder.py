@@ -6,10 +6,10 @@ They share every node but attention and the shapes around it, and every weight. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
@@ -34,6 +34,14 @@ from onnxport.exporter.linear_layer import (
 )
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
+from onnxport.exporter.space_batch import scan_by_rows
+from onnxport.exporter.space_layer import (
+    Scan,
+    Scanned,
+    SpaceInputs,
+    scan_by_slots,
+    state_space_layer,
+)
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
@@ -41,13 +49,19 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.experts_spec import ExpertsSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
 
 Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
+
+_ACTIVATIONS: Final[Mapping[str, Callable[[GraphBuilder, str], str]]] = {
+    "silu": ops.silu,
+    "gelu_tanh": ops.gelu_tanh,
+    "relu2": ops.relu_squared,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,8 @@ class _Decoder:
     weights: StoredWeights
     leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
     attend: Attend
-    mix: Mix
+    mix: Mix  # of gated delta nets
+    scan: Scan  # of state spaces
     rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
@@ -85,6 +100,8 @@ class _Decoder:
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 if spec.parallel_layers:
                     delta = g.node("Add", [delta, self.mlp(layer, read)], name="both")
+                    continue
+                if not spec.has_mlp(layer):
                     continue
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read)
@@ -149,9 +166,11 @@ class _Decoder:
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
 
     def attention(self, layer: int, x: str) -> str:
-        """Attention, times the sigmoid of a product where the model has that; or a delta net."""
+        """Attention, times the sigmoid of a product where the model has that; or a state."""
         if self.spec.is_linear(layer):
             parts = (self.g, self.spec, self.weights, layer, x)
+            if isinstance(self.spec.linear, StateSpaceSpec):
+                return state_space_layer(*parts, self.linear, self.scan, self.leading)
             return linear_attention(*parts, self.linear, self.mix, self.leading)
         attended = self.heads(layer, x)
         if not self.spec.attention_gate:
@@ -215,10 +234,11 @@ class _Decoder:
 
     def dense(self, role: str, x: str) -> str:
         """One feed-forward layer."""
-        g = self.g
+        g, activate = self.g, _ACTIVATIONS[self.spec.hidden_act]
+        if self.spec.plain_mlp:
+            return self.linear(f"{role}.down", activate(g, self.linear(f"{role}.up", x)))
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
         gated = g.node("Mul", [activate(g, gate), up], name="gated")
         return self.linear(f"{role}.down", gated)
 
@@ -401,7 +421,13 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
     rotation = rotation_of_tokens(g, spec, weights) if spec.qk_norm_last else None
-    decoder = _Decoder(g, spec, weights, (0,), attend, partial(mix_by_slots, g), rotation)
+    mix = partial(mix_by_slots, g)
+
+    def scan(layer: int, inputs: SpaceInputs) -> Scanned:
+        assert isinstance(spec.linear, StateSpaceSpec)
+        return scan_by_slots(g, spec.linear, dtype, layer, inputs)
+
+    decoder = _Decoder(g, spec, weights, (0,), attend, mix, scan, rotation)
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -454,7 +480,12 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         assert padding is not None
         return mix_by_rows(g, spec.linear, dtype, padding, layer, inputs)
 
+    def scan(layer: int, inputs: SpaceInputs) -> Scanned:
+        assert isinstance(spec.linear, StateSpaceSpec)
+        assert padding is not None
+        return scan_by_rows(g, spec.linear, padding, layer, inputs)
+
     rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
-    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, rotation)
+    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, scan, rotation)
     decoder.logits(decoder.body(None)[0])
     return g.build()

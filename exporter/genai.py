@@ -18,10 +18,29 @@ FILE: Final = "genai_config.json"
 
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
 _LLAMA: Final = (
-    *("afmoe", "cohere", "cohere2", "exaone4", "exaone_moe", "hunyuan_v1_dense"),
+    *("afmoe", "bamba", "cohere", "cohere2", "exaone4", "exaone_moe", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "minimax_m2"),
-    *("dots1", "ernie4_5_moe", "glm", "glm4_moe", "granitemoe", "granitemoeshared", "helium"),
-    *("ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+    *(
+        "dots1",
+        "ernie4_5_moe",
+        "glm",
+        "glm4_moe",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "helium",
+    ),
+    *(
+        "ministral3",
+        "mixtral",
+        "nemotron_h",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+    ),
     *("seed_oss", "solar_open"),
 )
 _TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}

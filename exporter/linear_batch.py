@@ -79,7 +79,7 @@ def mix_by_rows(
     Returns:
         [batch, seq, value_heads, value_size], of the type `dtype`.
     """
-    _keep_inputs(g, padding, layer, inputs.qkv)
+    keep_inputs(g, padding, layer, inputs.qkv)
     q, k, v = _mixed(g, linear, layer, inputs)
     beta = g.node("Sigmoid", [inputs.beta], name="beta")
     output, _ = g.node(
@@ -104,29 +104,34 @@ def mix_by_rows(
     return ops.cast(g, heads, dtype, "delta.cast")
 
 
-def _keep_inputs(g: GraphBuilder, padding: Padding, layer: int, qkv: str) -> None:
+def keep_inputs(g: GraphBuilder, padding: Padding, layer: int, x: str) -> None:
     """Return the last inputs of the convolution, that are some, as a row's state."""
     past, present = names.gqa_past_conv_state(layer), names.gqa_present_conv_state(layer)
     before = g.node("Transpose", [past], name="state.read", perm=_CHANNELS_FIRST)
-    inputs = g.node("Concat", [before, qkv], name="state.inputs", axis=1)
+    inputs = g.node("Concat", [before, x], name="state.inputs", axis=1)
     kept = g.node("GatherND", [inputs, padding.kept], name="state.kept", batch_dims=1)
     g.node("Transpose", [kept], outputs=[present], name="state.write", perm=_CHANNELS_FIRST)
+
+
+def convolve_rows(g: GraphBuilder, layer: int, x: str, kernel: str, bias: str = "") -> str:
+    """SiLU of the convolution, [batch, seq, channels] as its input x."""
+    first = g.node("Transpose", [x], name="conv.in", perm=_CHANNELS_FIRST)
+    output, _ = g.node(
+        "CausalConvWithState",
+        [first, kernel, bias, names.gqa_past_conv_state(layer)],
+        outputs=[".out", ".state"],  # with what is no token
+        domain=names.MICROSOFT,
+        name="conv",
+        activation="silu",
+    )
+    return g.node("Transpose", [output], name="conv.back", perm=_CHANNELS_FIRST)
 
 
 def _mixed(
     g: GraphBuilder, linear: LinearAttentionSpec, layer: int, inputs: DeltaInputs
 ) -> tuple[str, ...]:
     """Queries, keys and values behind the convolution, float32 [batch, seq, width]."""
-    first = g.node("Transpose", [inputs.qkv], name="conv.in", perm=_CHANNELS_FIRST)
-    output, _ = g.node(
-        "CausalConvWithState",
-        [first, inputs.kernel, "", names.gqa_past_conv_state(layer)],
-        outputs=[".out", ".state"],  # with what is no token
-        domain=names.MICROSOFT,
-        name="conv",
-        activation="silu",
-    )
-    last = g.node("Transpose", [output], name="conv.back", perm=_CHANNELS_FIRST)
+    last = convolve_rows(g, layer, inputs.qkv, inputs.kernel)
     mixed = ops.cast(g, last, TensorProto.FLOAT, "conv.cast")
     sizes = np.array([linear.key_width, linear.key_width, linear.value_width], np.int64)
     return g.node(

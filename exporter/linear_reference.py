@@ -1,4 +1,4 @@
-"""Layers of gated delta nets in NumPy, float32: part of `exporter.reference`."""
+"""Gated delta nets and state spaces in NumPy, float32: part of `exporter.reference`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs.linear_nodes import LENGTH_EPSILON
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 
 Array = NDArray[np.float32]
 
@@ -60,6 +60,34 @@ def delta_net(linear: LinearAttentionSpec, qkv: Array, beta: Array, decay: Array
         change = (v[token] - (state @ key)[..., 0]) * beta[token, :, None]
         state += change[..., None] * k[token, :, None]
         result[token] = (state @ q[token, :, :, None])[..., 0]
+    return result
+
+
+def state_space(
+    space: StateSpaceSpec, values: Array, given: Array, taken: Array, decay: Array
+) -> Array:
+    """Take something of a state that each token adds to (arXiv:2405.21060), beginning with zeros.
+
+    The state S of a head becomes g S + v b^T; S c comes of it.
+
+    Args:
+        space: The sizes.
+        values: v, [num_tokens, heads, head_size].
+        given: b of each group, [num_tokens, groups, state_size].
+        taken: c, likewise.
+        decay: g, from 0 to 1; [num_tokens, heads].
+
+    Returns:
+        [num_tokens, heads, head_size].
+    """
+    shared = space.heads // space.groups
+    given, taken = (np.repeat(part, shared, axis=1) for part in (given, taken))
+    state = np.zeros(space.recurrent_state, np.float32)
+    result: Array = np.empty_like(values)
+    for token in range(len(values)):
+        state *= decay[token, :, None, None]
+        state += values[token, ..., None] * given[token, :, None]
+        result[token] = (state @ taken[token, ..., None])[..., 0]
     return result
 
 

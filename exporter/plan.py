@@ -4,10 +4,11 @@ A weight is named by its role: `embedding`, `final_norm`, `head`, and for each l
 `layers.N.{input_norm, qkv, q_norm, k_norm, sinks, o, o_norm, post_norm, gate_up, down, down_norm}`,
 (where attention is of latents `qkv`, `q_latent_norm`, `q_b`, `latent_norm`, `k_up` and `v_up`),
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
-`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
-has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
-dt_bias, norm}` for `qkv` and its norms. A draft head has `features`, `joint_norm` or
-`apart_norm.N`, and `layers.0.hidden_norm` besides.
+`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Without a gate
+`gate_up` is `up`. Gated attention has `attention_gate` besides, and a layer without attention
+`linear.{qkv, z, ba, conv, a_log, dt_bias, norm}` for `qkv` and its norms; or, where it is a state
+space, `linear.{z, mixed, dt, conv, conv_bias, a_log, dt_bias, skip, norm}`. A draft head has
+`features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
 
 HEAD: Final = "head"
@@ -116,10 +117,16 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         )
         vectors.update(_draft_norms(spec.hidden_size, spec.draft, names))
     for layer in range(spec.num_layers):
-        role, prefix = f"layers.{layer}.", names.layer.format(layer)
+        role = f"layers.{layer}."
+        prefix, behind = _prefixes(spec, names, layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
-        if spec.is_linear(layer):
+        if spec.has_mlp(layer) and not spec.raw_inputs and not spec.parallel_layers:
+            vectors[role + "post_norm"] = _norm(names, behind + names.post_norm, spec.hidden_size)
+        if isinstance(spec.linear, StateSpaceSpec) and spec.is_linear(layer):
+            vectors.update(_space_vectors(spec.linear, names, role, prefix))
+            matrices.update(_space_matrices(spec, spec.linear, names, role, prefix))
+        elif spec.is_linear(layer):
             assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(_linear_vectors(spec.linear, names, role, prefix))
             matrices.update(_linear_matrices(spec, spec.linear, names, role, prefix))
@@ -127,9 +134,9 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             vectors.update(_head_vectors(spec, names, role, prefix))
             width = spec.attention_inputs(layer)
             matrices.update(_attention_matrices(spec, names, role, prefix, width))
-        if experts is None:
+        if experts is None and spec.has_mlp(layer):
             parts = (names.gate_up, names.down)
-            matrices.update(_feed_forward(spec, role, prefix, parts, spec.intermediate_size))
+            matrices.update(_feed_forward(spec, role, behind, parts, spec.intermediate_size))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
             if experts.corrected:
@@ -137,6 +144,14 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
                 tensor = prefix + names.correction
                 vectors[role + "correction"] = VectorPlan(tensor, dims, is_exact=True)
     return WeightPlan(matrices, vectors)
+
+
+def _prefixes(spec: ArchSpec, names: TensorNames, layer: int) -> tuple[str, str]:
+    """What names of a layer's tensors begin with, and those of its feed-forward layer."""
+    if not names.blocks:
+        return (names.layer.format(layer),) * 2
+    block = layer + sum(map(spec.has_mlp, range(layer)))
+    return names.layer.format(block), names.layer.format(block + 1)
 
 
 def _norm(names: TensorNames, tensor: str, size: int, scale: float | None = None) -> VectorPlan:
@@ -167,8 +182,6 @@ def _layer_norms(
             found["q_latent_norm"] = _norm(names, tensor, spec.latent.query_rank)
     if not spec.raw_inputs:
         found["input_norm"] = _norm(names, prefix + names.input_norm, spec.hidden_size)
-    if not spec.raw_inputs and not spec.parallel_layers:
-        found["post_norm"] = _norm(names, prefix + names.post_norm, spec.hidden_size)
     if spec.output_norms:
         for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
             found[name] = _norm(names, prefix + tensor, spec.hidden_size, spec.residual_scale)
@@ -271,6 +284,47 @@ def _linear_matrices(
     }
 
 
+def _space_vectors(
+    space: StateSpaceSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer of a state space has beside its products."""
+    role, heads = f"{role}linear.", (space.heads,)
+    found = {
+        "conv": VectorPlan(prefix + names.space_conv, (space.channels, 1, space.kernel)),
+        "a_log": VectorPlan(prefix + names.space_a_log, heads, is_exact=True),
+        "dt_bias": VectorPlan(prefix + names.space_dt_bias, heads, is_exact=True),
+        "skip": VectorPlan(prefix + names.space_skip, heads, is_exact=True),
+        "norm": VectorPlan(prefix + names.space_norm, (space.value_width,), is_exact=True),
+    }
+    if space.conv_bias:
+        found["conv_bias"] = VectorPlan(prefix + names.space_conv_bias, (space.channels,))
+    return {role + name: vector for name, vector in found.items()}
+
+
+def _space_matrices(
+    spec: ArchSpec, space: StateSpaceSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products of a layer of a state space, all but the last of which are one tensor.
+
+    That of the steps stays as exact as activations are, as that of decays does above.
+    """
+    hidden, tensor = spec.hidden_size, f"{prefix}{names.space_in}.weight"
+    heights = (space.value_width, space.channels, space.heads)
+    shape = (sum(heights), hidden)
+    starts = (0, heights[0], heights[0] + heights[1])
+    z, mixed, dt = (
+        MatrixPlan((Part(tensor, rows, first, shape),), hidden)
+        for rows, first in zip(heights, starts, strict=True)
+    )
+    o = _stacked(prefix, (names.space_o,), (hidden,), space.value_width, biased=False)
+    return {
+        role + "linear.z": z,
+        role + "linear.mixed": mixed,
+        role + "linear.dt": replace(dt, is_exact=True),
+        role + "o": replace(o, scale=spec.output_scale),
+    }
+
+
 def _latent_matrices(
     spec: ArchSpec, latent: LatentSpec, names: TensorNames, role: str, prefix: str
 ) -> dict[str, MatrixPlan]:
@@ -308,12 +362,13 @@ def _feed_forward(
     names: tuple[tuple[str, ...], tuple[str, ...]],
     size: int,
 ) -> dict[str, MatrixPlan]:
-    """Joined gate and up, and down, of a layer with `size` features between."""
+    """Joined gate and up, or up alone, and down, of a layer with `size` features between."""
     gate_up, down = names
     hidden, biased = spec.hidden_size, spec.mlp_bias
     back = _stacked(prefix, down, (hidden,), size, biased=biased)
+    first, rows = ("up", (size,)) if spec.plain_mlp else ("gate_up", (size, size))
     return {
-        role + "gate_up": _stacked(prefix, gate_up, (size, size), hidden, biased=biased),
+        role + first: _stacked(prefix, gate_up, rows, hidden, biased=biased),
         role + "down": replace(back, scale=spec.output_scale),
     }
 

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
-from onnxport.exporter.linear_reference import convolve, delta_net, softplus
+from onnxport.exporter.linear_reference import convolve, delta_net, softplus, state_space
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 
@@ -123,7 +123,8 @@ def _normed(
         else:
             read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
         if spec.is_linear(layer):
-            attended = _attend_linearly(spec, layer, weights, read)
+            of_kind = _of_space if isinstance(spec.linear, StateSpaceSpec) else _attend_linearly
+            attended = of_kind(spec, layer, weights, read)
         else:
             attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
         if layer == spec.num_layers - 1:  # what follows mixes no positions
@@ -135,6 +136,8 @@ def _normed(
             hidden = hidden + added + _feed_forward(spec, layer, weights, read[rows])
             continue
         hidden = hidden + added
+        if not spec.has_mlp(layer):
+            continue
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
         hidden = hidden + _feed_forward(spec, layer, weights, read)
     return _norm(spec, weights, "final_norm", hidden), hidden
@@ -200,6 +203,9 @@ def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -
 
 def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
     """One feed-forward layer; [num_tokens, hidden]."""
+    if spec.plain_mlp:
+        activated = _ACTIVATIONS[spec.hidden_act](weights.linear(prefix + "up", x))
+        return weights.linear(prefix + "down", activated)
     gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
     return weights.linear(prefix + "down", _ACTIVATIONS[spec.hidden_act](gate) * up)
 
@@ -375,6 +381,33 @@ def _attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array
     return result.reshape(gate.shape) * gate
 
 
+def _of_space(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
+    """A layer of a state space; [num_tokens, hidden] to [num_tokens, value_width]."""
+    assert isinstance(spec.linear, StateSpaceSpec)
+    space, role = spec.linear, f"layers.{layer}.linear."
+    kernel = weights.vector(role + "conv").reshape(space.channels, space.kernel)
+    mixed = convolve(weights.linear(role + "mixed", x), kernel)
+    if space.conv_bias:
+        mixed = mixed + weights.vector(role + "conv_bias")
+    edges = [space.value_width, space.value_width + space.group_width]
+    values, given, taken = (
+        part.reshape(len(x), count, -1)
+        for part, count in zip(
+            np.split(_silu(mixed), edges, axis=-1),
+            (space.heads, space.groups, space.groups),
+            strict=True,
+        )
+    )
+    steps = softplus(weights.linear(role + "dt", x) + weights.vector(role + "dt_bias"))
+    decay = np.exp(-np.exp(weights.vector(role + "a_log")) * steps)
+    result = state_space(space, values * steps[..., None], given, taken, decay)
+    result = result + values * weights.vector(role + "skip")[:, None]
+    gated = result.reshape(len(x), -1) * _silu(weights.linear(role + "z", x))
+    groups = gated.reshape(len(x), space.groups, -1)
+    normed = _rms_norm(groups, np.float32(1), spec.inner_eps)
+    return normed.reshape(gated.shape) * weights.vector(role + "norm")
+
+
 def _softcap(x: Array, cap: float | None) -> Array:
     """`cap * tanh(x / cap)`, or x itself."""
     return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
@@ -394,7 +427,7 @@ def _rotate(x: Array, tables: tuple[Array, Array], embedding: RopeSpec) -> Array
     return rotated
 
 
-def _rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
+def _rms_norm(x: Array, weight: Array | np.float32, epsilon: float) -> Array:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     normed: Array = x / np.sqrt(mean_square + np.float32(epsilon)) * weight
     return normed
@@ -412,6 +445,12 @@ def _silu(x: Array) -> Array:
     return activated
 
 
+def _relu_squared(x: Array) -> Array:
+    """The square of ReLU (arXiv:2109.08668)."""
+    activated: Array = np.square(np.maximum(x, np.float32(0)))
+    return activated
+
+
 def _gelu_tanh(x: Array) -> Array:
     """GELU's approximation with tanh (arXiv:1606.08415)."""
     inner = np.float32(GELU_SCALE) * x * (1 + np.float32(GELU_CUBE) * x * x)
@@ -422,4 +461,5 @@ def _gelu_tanh(x: Array) -> Array:
 _ACTIVATIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
+    "relu2": _relu_squared,
 }

@@ -35,7 +35,9 @@ class StatePool:
         g.node("ScatterND", written, outputs=[self.present], name=f"{self.name}.write")
 
 
-def causal_convolution(g: GraphBuilder, x: str, weight: str, pool: StatePool) -> str:
+def causal_convolution(
+    g: GraphBuilder, x: str, weight: str, pool: StatePool, bias: str = ""
+) -> str:
     """SiLU of a convolution of each channel for itself, over a token and those before it.
 
     Args:
@@ -43,13 +45,14 @@ def causal_convolution(g: GraphBuilder, x: str, weight: str, pool: StatePool) ->
         x: [num_tokens, channels].
         weight: [channels, 1, kernel], the token's own last.
         pool: [num_states, channels, kernel - 1], of x's type: inputs, the latest last.
+        bias: [channels], ahead of SiLU; "": none.
 
     Returns:
         [num_tokens, channels].
     """
     output, states = g.node(
         "VarlenCausalConvWithState",
-        [x, weight, contract.CUMULATIVE_SEQUENCE_LENGTHS, "", pool.read(g)],
+        [x, weight, contract.CUMULATIVE_SEQUENCE_LENGTHS, bias, pool.read(g)],
         outputs=[".out", ".state"],
         domain=contract.MICROSOFT,
         name=pool.name,
@@ -97,6 +100,51 @@ def gated_delta_net(
         gate_activation="qwen",
         beta_activation="sigmoid",
         qk_l2_norm=1,
+    )
+    pool.write(g, states)
+    return output
+
+
+def state_space(
+    g: GraphBuilder,
+    taken: str,
+    given: str,
+    value: str,
+    decay: str,
+    pool: StatePool,
+    *,
+    a_log: str,
+    dt_bias: str,
+) -> str:
+    """What is taken of a state that each token adds to (Mamba-2, arXiv:2405.21060).
+
+    A head's state is multiplied with exp(-exp(a_log) * softplus(decay + dt_bias)), then a token's
+    values times what its group gives are added, and then it is multiplied with what the group
+    takes.
+
+    Args:
+        g: The builder.
+        taken: The group's C, [num_tokens, groups, state_size].
+        given: The group's B, likewise.
+        value: What is added, [num_tokens, heads, head_size].
+        decay: float32 [num_tokens, heads].
+        pool: float32 [num_states, heads, head_size, state_size].
+        a_log: float32 [heads].
+        dt_bias: Likewise.
+
+    Returns:
+        [num_tokens, heads, head_size].
+    """
+    lengths = contract.CUMULATIVE_SEQUENCE_LENGTHS
+    output, states = g.node(
+        "GatedDeltaNet",
+        [taken, given, value, lengths, decay, "", pool.read(g), a_log, dt_bias],
+        outputs=[".out", ".state"],
+        domain=contract.MICROSOFT,
+        name=pool.name,
+        update_rule="gated",
+        gate_activation="qwen",
+        scale=1.0,
     )
     pool.write(g, states)
     return output

@@ -43,12 +43,13 @@ class DeltaNetNode:
     value: str
     lengths: str
     decay: str
-    beta: str
+    beta: str  # with the delta rule
     state: str  # [batch, value_heads, value_size, key_size]
     a_log: str
     dt_bias: str
     output: str
     final_state: str
+    has_delta_rule: bool  # or a token's value is added to what is kept, whatever that knows of it
     scale: float | None  # None: 1 / sqrt(key_size)
     has_qwen_gate: bool  # the decay is made of a_log and dt_bias
     has_sigmoid: bool  # beta is one
@@ -91,10 +92,17 @@ def _read_conv(node: onnx.NodeProto) -> CausalConvNode:
 def _read_delta(node: onnx.NodeProto) -> DeltaNetNode:
     activations = ("gate_activation", "beta_activation", "qk_l2_norm")
     known = (*activations, "update_rule", "scale", "chunk_size", "state_update_capacity")
-    found = _attributes(node, known, {"update_rule": "gated_delta", "state_update_capacity": 0})
+    found = _attributes(node, known, {"state_update_capacity": 0})
+    rule = _text(node, found, "update_rule", ("gated_delta", "gated"))
     gate = _text(node, found, "gate_activation", ("none", "qwen"))
     beta = _text(node, found, "beta_activation", ("none", "sigmoid"))
-    _require(node, (0, 3, 4, 5, 6), at_most=9)
+    required = (0, 3, 4, 5, 6) if rule == "gated_delta" else (0, 3, 4, 6)
+    _require(node, required, at_most=9)
+    if rule == "gated" and input_at(node, 5):
+        raise ArtifactError(
+            f"{DELTA_NET} {node.name!r} has update_rule 'gated' and the beta {node.input[5]!r}; "
+            "beta is understood with 'gated_delta' alone"
+        )
     pairs = [(input_at(node, 1), input_at(node, 2)), (input_at(node, 7), input_at(node, 8))]
     if any(bool(one) != bool(other) for one, other in pairs) or bool(pairs[1][0]) != (
         gate == "qwen"
@@ -116,6 +124,7 @@ def _read_delta(node: onnx.NodeProto) -> DeltaNetNode:
         dt_bias=pairs[1][1],
         output=node.output[0],
         final_state=node.output[1],
+        has_delta_rule=rule == "gated_delta",
         scale=found.get("scale") or None,
         has_qwen_gate=gate == "qwen",
         has_sigmoid=beta == "sigmoid",

@@ -93,7 +93,6 @@ class StateSpaceSpec:
     state_size: int  # numbers that a value has in a state
     kernel: int  # tokens that the convolution reads, the last one its own
     conv_bias: bool  # of the convolution
-    projection_bias: bool  # of the products into and out of the layer
     layers: tuple[bool, ...]  # which of them are such
 
     def __post_init__(self) -> None:
@@ -228,10 +227,7 @@ _KINDS: Final[Mapping[str | None, tuple[type[LinearSpec], Mapping[str, tuple[typ
     ),
     "state_space": (
         StateSpaceSpec,
-        _schema(
-            ("heads", "head_size", "groups", "state_size", "kernel"),
-            ("conv_bias", "projection_bias"),
-        ),
+        _schema(("heads", "head_size", "groups", "state_size", "kernel"), ("conv_bias",)),
     ),
     "short_convolution": (ShortConvSpec, _schema(("channels", "kernel"), ("bias",))),
 }

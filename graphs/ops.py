@@ -98,6 +98,12 @@ def gelu_tanh(g: GraphBuilder, x: str) -> str:
     return g.node("Gelu", [x], name="gelu", approximate="tanh")
 
 
+def relu_squared(g: GraphBuilder, x: str) -> str:
+    """`max(x, 0)²`, arXiv:2109.08668."""
+    positive = g.node("Relu", [x], name="relu")
+    return g.node("Mul", [positive, positive], name="relu2")
+
+
 def softcap(g: GraphBuilder, x: str, cap: float, name: str = "softcap") -> str:
     """`cap * tanh(x / cap)` of float32 x: what is small stays, and nothing exceeds the cap."""
     over = g.node("Mul", [x, g.constant(np.array(1 / cap, np.float32), "over")], name=f"{name}.in")

@@ -34,7 +34,7 @@ from onnxport.graphs.linear_spec import (
     linear_to_json,
 )
 
-HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
+HIDDEN_ACTS: Final = ("silu", "gelu_tanh", "relu2")  # the last is the square of ReLU
 
 # RoPE type -> the optional RopeSpec fields that it needs (the others stay None).
 ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -156,6 +156,8 @@ class ArchSpec:
     # Attention and MLP read one norm, and what both make is added at once; None: one after another.
     parallel_layers: bool | None = None
     attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
+    plain_mlp: bool | None = None  # one product and its activation, without a gate; None: gated
+    mlp_layers: tuple[bool, ...] | None = None  # which have a feed-forward layer; None: all
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -209,6 +211,7 @@ class ArchSpec:
             "attention_gate and qkv_bias exclude each other",
         )
         self._check_linear()
+        self._check_mlp()
         self._check_order()
         self._check_parallel()
         if self.hidden_act not in HIDDEN_ACTS:
@@ -262,6 +265,25 @@ class ArchSpec:
             f"beside linear attention no layer has a sliding window; they are "
             f"{self.sliding_window}",
         )
+
+    def _check_mlp(self) -> None:
+        """Check what goes with feed-forward layers without gates, and with layers without any."""
+        require(
+            self.mlp_layers is None or len(self.mlp_layers) == self.num_layers,
+            f"mlp_layers are {self.mlp_layers} for {self.num_layers} layers",
+        )
+        others = {
+            "experts": self.experts,
+            "draft": self.draft,
+            "parallel_layers": self.parallel_layers,
+            "output_norms": self.mlp_layers and self.output_norms,
+        }
+        for name in ("plain_mlp", "mlp_layers"):
+            found = [other for other, one in others.items() if one]
+            require(
+                not (getattr(self, name) and found),
+                f"{name} does not go with {' and '.join(found)}",
+            )
 
     def _check_parallel(self) -> None:
         """Check what goes with LayerNorm, and with attention and MLP side by side."""
@@ -348,6 +370,10 @@ class ArchSpec:
         """Whether a layer keeps a state of each sequence in place of keys and values."""
         return self.linear is not None and self.linear.layers[layer]
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward layer, or experts, behind what mixes positions."""
+        return self.mlp_layers is None or self.mlp_layers[layer]
+
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
         return self.rotated_layers is None or self.rotated_layers[layer]
@@ -414,6 +440,7 @@ class ArchSpec:
             raise ArtifactError(f"model.sliding_window has an entry that is no integer: {windows}")
         fields["sliding_window"] = tuple(windows)
         fields["rotated_layers"] = flags("model.rotated_layers", fields["rotated_layers"])
+        fields["mlp_layers"] = flags("model.mlp_layers", fields["mlp_layers"])
         fields["rope"] = RopeSpec.from_json(fields["rope"])
         if fields["local_rope"] is not None:
             fields["local_rope"] = RopeSpec.from_json(fields["local_rope"])
@@ -484,6 +511,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "latent": (dict, NONE),
     "linear": (dict, NONE),
     "attention_gate": (bool, NONE),
+    "plain_mlp": (bool, NONE),
+    "mlp_layers": (list, NONE),
     "qk_norm_last": (bool, NONE),
     "layer_norms": (bool, NONE),
     "parallel_layers": (bool, NONE),
@@ -495,6 +524,6 @@ _LATER: Final = (
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
     *("experts", "attention_sinks", "stream_scale", "draft"),
     *("latent", "linear", "attention_gate", "qk_norm_last"),
-    *("layer_norms", "parallel_layers"),
+    *("layer_norms", "parallel_layers", "plain_mlp", "mlp_layers"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

@@ -210,7 +210,8 @@ def converted_bytes(artifact: Artifact) -> int:
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
     linear = 0 if spec.linear is None else spec.linear.projected_width
     mixers = len(spec.cached_layers) * heads + len(spec.linear_layers) * linear
-    return 4 * spec.hidden_size * (mixers + spec.num_layers * 3 * spec.intermediate_size)
+    products = (2 if spec.plain_mlp else 3) * sum(map(spec.has_mlp, range(spec.num_layers)))
+    return 4 * spec.hidden_size * (mixers + products * spec.intermediate_size)
 
 
 def check_int8_experts(free_bytes: int, made_bytes: int) -> None:

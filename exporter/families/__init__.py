@@ -9,6 +9,7 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
     afmoe,
+    bamba,
     cohere,
     deepseek_v2,
     deepseek_v3,
@@ -22,6 +23,7 @@ from onnxport.exporter.families import (
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granite_hybrid,
     helium,
     hunyuan,
     llama,
@@ -29,6 +31,7 @@ from onnxport.exporter.families import (
     ministral3,
     mistral,
     mixtral,
+    nemotron_h,
     olmo2,
     olmo3,
     olmoe,
@@ -47,6 +50,7 @@ from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     afmoe.FAMILY,
+    bamba.FAMILY,
     cohere.FAMILY,
     cohere.WITH_WINDOWS,
     deepseek_v2.FAMILY,
@@ -66,6 +70,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     granite.FAMILY,
     granite.WITH_EXPERTS,
     granite.WITH_SHARED_EXPERTS,
+    granite_hybrid.FAMILY,
     helium.FAMILY,
     hunyuan.FAMILY,
     hunyuan.WITH_EXPERTS,
@@ -75,6 +80,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     mistral.FAMILY,
     mistral.WITH_IMAGES,
     mixtral.FAMILY,
+    nemotron_h.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
     olmoe.FAMILY,

@@ -20,6 +20,7 @@ class TensorNames:
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layer: str = "model.layers.{}."  # prefix of all below
+    blocks: bool = False  # a layer's feed-forward layer has the number behind that of the others
     input_norm: str = "input_layernorm.weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm.weight"
@@ -72,6 +73,15 @@ class TensorNames:
     linear_dt_bias: str = "linear_attn.dt_bias"
     linear_norm: str = "linear_attn.norm.weight"  # which has no offset
     linear_o: tuple[str, ...] = ("linear_attn.out_proj",)
+    # Of layers of state spaces. One product makes the gate, what the convolution reads and steps.
+    space_in: str = "mamba.in_proj"
+    space_conv: str = "mamba.conv1d.weight"
+    space_conv_bias: str = "mamba.conv1d.bias"
+    space_a_log: str = "mamba.A_log"
+    space_dt_bias: str = "mamba.dt_bias"
+    space_skip: str = "mamba.D"  # what of values goes past states
+    space_norm: str = "mamba.norm.weight"  # which has no offset
+    space_o: str = "mamba.out_proj"
     # Of a draft head: the product of what the model's layers read, and norms, see `DraftSpec`.
     features: str = "fc"
     joint_norm: str = "input_norm.weight"

@@ -22,7 +22,7 @@ from onnxport.graphs.spec import ArchSpec
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Granite: optional biases on the MLP."""
     biased = config.get("mlp_bias", bool, False)
-    return _multiplied(config, family="granite", mlp_bias=biased, context_length=context_length)
+    return multiplied(config, family="granite", mlp_bias=biased, context_length=context_length)
 
 
 def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSpec:
@@ -40,7 +40,7 @@ def read_spec_with_shared_experts(config: Config, context_length: int | None) ->
 
 def _with_experts(config: Config, shared_size: int | None = None, **differences: Any) -> ArchSpec:
     """What both share; `differences` are keyword arguments of `decoder_spec`."""
-    spec = _multiplied(config, **differences)
+    spec = multiplied(config, **differences)
     experts = experts_spec(
         config,
         count=8,
@@ -52,8 +52,8 @@ def _with_experts(config: Config, shared_size: int | None = None, **differences:
     return replace(spec, experts=experts)
 
 
-def _multiplied(config: Config, **differences: Any) -> ArchSpec:
-    """What both share: optional biases on attention; every multiplier is 1 where absent.
+def multiplied(config: Config, **differences: Any) -> ArchSpec:
+    """What all share: optional biases on attention; every multiplier is 1 where absent.
 
     `differences` are keyword arguments of `decoder_spec`.
     """
@@ -78,7 +78,7 @@ def _multiplier(config: Config, key: str) -> float:
 
 
 FAMILY: Final = Family(name="granite", architecture="GraniteForCausalLM", spec=read_spec)
-_EXPERTS: Final = TensorNames(
+EXPERT_NAMES: Final = TensorNames(
     router="block_sparse_moe.router.layer",
     expert_gate_up=("block_sparse_moe.input_linear.weight",),
     expert_down=("block_sparse_moe.output_linear.weight",),
@@ -89,11 +89,11 @@ WITH_EXPERTS: Final = Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     spec=read_spec_with_experts,
-    tensors=_EXPERTS,
+    tensors=EXPERT_NAMES,
 )
 WITH_SHARED_EXPERTS: Final = Family(
     name="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     spec=read_spec_with_shared_experts,
-    tensors=_EXPERTS,
+    tensors=EXPERT_NAMES,
 )

@@ -11,6 +11,8 @@ as columns, C tokens, and decays g <= 0, of which only sums are ever exponents:
     output  = exp(G) S Q + U (D * K^T Q)
     S'      = exp(G[C]) S + U D[:, C] K^T
 
+Without the delta rule, as state spaces have it, U is V.
+
 The inverse grows by doubling: where W is that of the blocks of s tokens on the diagonal, and A_s
 what A has of one such block for the next one, W - W A_s W is that of blocks of 2 s. The product of
 I - A, I + A^2, I + A^4 and so on is of no use: keys of tokens that repeat are alike, and numbers of
@@ -85,17 +87,21 @@ class _ChunkRewriter(LinearRewriter):
         key = g.node("Gather", [self._shared(key, heads, [heads, key_size]), plan.tokens], axis=0)
         value = plan.columns(g, ops.reshape(g, value, [-1, heads, value_size]))
         decay = plan.numbers(g, self._log_decay(node))
-        beta = plan.numbers(g, g.node("Sigmoid", [node.beta]) if node.has_sigmoid else node.beta)
         keys = g.node("Transpose", [key], perm=[0, 2, 1, 3])  # [batch, heads, C, key_size]
         key = g.node("Transpose", [key], perm=[0, 2, 3, 1])
 
         within = plan.decays(g, decay)
         until = g.node("Exp", [g.node("MatMul", [decay, plan.upto])])  # [batch, heads, 1, C]
-        alike = g.node("Mul", [g.node("MatMul", [keys, key]), within])
-        inverse = plan.inverse(g, g.node("Mul", [alike, beta]))
-        known = g.node("Mul", [g.node("MatMul", [node.state, key]), until])
-        new = g.node("Mul", [g.node("Sub", [value, known]), beta])
-        added = g.node("MatMul", [new, inverse])  # [batch, heads, value_size, C]
+        if node.has_delta_rule:
+            beta = g.node("Sigmoid", [node.beta]) if node.has_sigmoid else node.beta
+            beta = plan.numbers(g, beta)
+            alike = g.node("Mul", [g.node("MatMul", [keys, key]), within])
+            inverse = plan.inverse(g, g.node("Mul", [alike, beta]))
+            known = g.node("Mul", [g.node("MatMul", [node.state, key]), until])
+            new = g.node("Mul", [g.node("Sub", [value, known]), beta])
+            added = g.node("MatMul", [new, inverse])  # [batch, heads, value_size, C]
+        else:
+            added = plan.of_own(g, value)
 
         before = g.node("Mul", [g.node("MatMul", [node.state, query]), until])
         seen = g.node("Mul", [g.node("MatMul", [keys, query]), within])
@@ -203,7 +209,11 @@ class _ChunkPlan:
         """[num_tokens, heads] as [batch, heads, 1, C], 0 behind the end of a row."""
         rows = g.node("Transpose", [g.node("Gather", [x, self.tokens], axis=0)], perm=[0, 2, 1])
         axis = g.constant(np.array([2], np.int64), "ints")
-        return g.node("Mul", [g.node("Unsqueeze", [rows, axis]), self._own])
+        return self.of_own(g, g.node("Unsqueeze", [rows, axis]))
+
+    def of_own(self, g: GraphBuilder, x: str) -> str:
+        """[batch, heads, …, C] with 0 behind the end of a row."""
+        return g.node("Mul", [x, self._own])
 
     def decays(self, g: GraphBuilder, decay: str) -> str:
         """D of what `numbers` gave, [batch, heads, C, C]: of sums, for differences lose bits."""

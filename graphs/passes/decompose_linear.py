@@ -136,14 +136,15 @@ class LinearRewriter:
             query, key = self._normalized(query), self._normalized(key)
         query = g.node("Mul", [query, self._scalar(node.scale or key_size**-0.5)])
         decay = g.node("Exp", [self._log_decay(node)])
-        beta = g.node("Sigmoid", [node.beta]) if node.has_sigmoid else node.beta
         columns = {
             "query": self._shared(query, heads, [heads, key_size, 1]),
             "key": self._shared(key, heads, [heads, key_size, 1]),
             "value": ops.reshape(g, value, [-1, heads, value_size, 1]),
             "decay": ops.reshape(g, decay, [-1, heads, 1, 1]),
-            "beta": ops.reshape(g, beta, [-1, heads, 1, 1]),
         }
+        if node.has_delta_rule:
+            beta = g.node("Sigmoid", [node.beta]) if node.has_sigmoid else node.beta
+            columns["beta"] = ops.reshape(g, beta, [-1, heads, 1, 1])
         shape = [heads, value_size, key_size]
         body = _sequences(columns, node.lengths, node.state, shape)
         lengths = g.node("Shape", [node.lengths])
@@ -312,7 +313,10 @@ def _sequences(
 def _tokens(
     columns: Mapping[str, str], begin: str, prefix: str, shape: Sequence[int]
 ) -> onnx.GraphProto:
-    """The body of a loop over a sequence's tokens: changes the state, and queries it."""
+    """The body of a loop over a sequence's tokens: changes the state, and queries it.
+
+    Without a beta there is no delta rule: what is added are values as they are.
+    """
 
     def own(name: str) -> str:
         return f"{prefix}.{name}"
@@ -325,11 +329,17 @@ def _tokens(
     ]
     nodes += [
         helper.make_node("Mul", [own("from"), own("decay")], [own("kept")]),
-        helper.make_node("MatMul", [own("kept"), own("key")], [own("known")]),
-        helper.make_node("Sub", [own("value"), own("known")], [own("new")]),
-        helper.make_node("Mul", [own("new"), own("beta")], [own("delta")]),
         helper.make_node("Transpose", [own("key")], [own("row")], perm=[0, 2, 1]),
-        helper.make_node("Mul", [own("delta"), own("row")], [own("change")]),
+    ]
+    if "beta" in columns:
+        nodes += [
+            helper.make_node("MatMul", [own("kept"), own("key")], [own("known")]),
+            helper.make_node("Sub", [own("value"), own("known")], [own("new")]),
+            helper.make_node("Mul", [own("new"), own("beta")], [own("delta")]),
+        ]
+    delta = own("delta") if "beta" in columns else own("value")
+    nodes += [
+        helper.make_node("Mul", [delta, own("row")], [own("change")]),
         helper.make_node("Add", [own("kept"), own("change")], [own("state")]),
         helper.make_node("MatMul", [own("state"), own("query")], [own("column")]),
         helper.make_node("Squeeze", [own("column"), own("axis")], [own("output")]),

@@ -3,6 +3,10 @@
 `Gather` copies the states of a step out of the pool, the standard operator makes others of them,
 and `ScatterND` copies these into the pool. `onnxport.CausalConv` and `onnxport.GatedDeltaNet` read
 each state in one slot and write it to another: it comes from memory once, and goes there once.
+
+Where values are multiplied with the softplus that their decay is made of, as in state spaces, the
+operator does that, too: ONNX Runtime's own Softplus gives a number other bits at another place of a
+tensor, and so in another batch.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import onnx
+import onnx.numpy_helper
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
@@ -49,9 +54,10 @@ def use_state_slots(model: onnx.ModelProto) -> PassResult:
     fused: dict[str, onnx.NodeProto] = {}
     dropped: set[str] = set()
     for output, node in found.items():
-        pool = graph.pool(node)
-        fused[output] = _fused(read_linear_node(node), pool, graph)
-        dropped |= pool.dropped
+        pool, read = graph.pool(node), read_linear_node(node)
+        steps = graph.steps(read)
+        fused[output] = _fused(read, pool, steps, graph)
+        dropped |= pool.dropped | (steps.dropped if steps else set())
     del copy.graph.node[:]
     for node in model.graph.node:
         if node.output[0] not in dropped:
@@ -68,6 +74,14 @@ class _Pool:
     past: str
     present: str
     dropped: frozenset[str]  # first outputs of nodes that are not needed any more
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What a state space's values are ahead of their product with steps."""
+
+    values: str
+    dropped: frozenset[str]  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,39 @@ class StateGraph:
         dropped = {gather.output[0], scatter.output[0], *self._slots_of(scatter)}
         return _Pool(gather.input[0], scatter.output[0], frozenset(dropped))
 
+    def steps(self, node: CausalConvNode | DeltaNetNode) -> _Steps | None:
+        """The steps that values are multiplied with, if they are those of the node's gate."""
+        if isinstance(node, CausalConvNode) or node.has_delta_rule or not node.has_qwen_gate:
+            return None
+        product = self._made(node.value, "Mul")
+        for place in (1, 0) if product is not None else ():
+            assert product is not None
+            column = self._made(product.input[place], "Unsqueeze")
+            steps = column and self._made(column.input[0], "Softplus")
+            total = steps and self._made(steps.input[0], "Add")
+            if (
+                column is None
+                or steps is None
+                or total is None
+                or set(total.input) != {node.decay, node.dt_bias}
+                or not self._is_last_axis(column)
+            ):
+                continue
+            chain = (product, column, steps, total)
+            if all(self._only_reader(one.output[0]) is not None for one in chain):
+                dropped = frozenset(one.output[0] for one in chain)
+                return _Steps(product.input[1 - place], dropped)
+        return None
+
+    def _made(self, value: str, op_type: str) -> onnx.NodeProto | None:
+        """What makes a value, if it is such an operator."""
+        maker = self.makers.get(value)
+        return maker if maker is not None and maker.op_type == op_type else None
+
+    def _is_last_axis(self, node: onnx.NodeProto) -> bool:
+        axes = self.weights.get(node.input[1])
+        return axes is not None and onnx.numpy_helper.to_array(axes).tolist() in ([-1], [2])
+
     def _only_reader(self, value: str) -> onnx.NodeProto | None:
         readers = self.readers.get(value, [])
         return readers[0][0] if len(readers) == 1 and value not in self.outputs else None
@@ -141,7 +188,9 @@ class StateGraph:
         return found
 
 
-def _fused(node: CausalConvNode | DeltaNetNode, pool: _Pool, graph: StateGraph) -> onnx.NodeProto:
+def _fused(
+    node: CausalConvNode | DeltaNetNode, pool: _Pool, steps: _Steps | None, graph: StateGraph
+) -> onnx.NodeProto:
     slots = [pool.past, node.lengths, contract.STATE_READS, contract.STATE_WRITES]
     outputs = [node.output, pool.present]
     if isinstance(node, CausalConvNode):
@@ -165,13 +214,16 @@ def _fused(node: CausalConvNode | DeltaNetNode, pool: _Pool, graph: StateGraph) 
             taps=weight.dims[2],
             activation="silu" if node.has_silu else "none",
         )
-    inputs = [node.query, node.key, node.value, node.decay, node.beta, node.a_log, node.dt_bias]
+    value = node.value if steps is None else steps.values
+    inputs = [node.query, node.key, value, node.decay, node.beta, node.a_log, node.dt_bias]
     return onnx.helper.make_node(
         DELTA_NET,
         [*inputs, *slots],
         outputs,
         name=node.name,
         domain=DOMAIN,
+        update_rule="gated_delta" if node.has_delta_rule else "gated",
+        steps=int(steps is not None),
         scale=node.scale or 0.0,
         qk_l2_norm=int(node.is_normalized),
         beta_activation="sigmoid" if node.has_sigmoid else "none",

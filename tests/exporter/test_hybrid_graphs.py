@@ -1,4 +1,4 @@
-"""Models with gated delta nets give transformers' logits and greedy tokens in graphs."""
+"""Hybrid models give transformers' logits and greedy tokens in graphs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.cpu.library import find_library
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID
+from tests.exporter.checkpoints import HYBRID, SPACES
 from tests.exporter.run_graphs import Graph, Kind, check_golden, greedy, start
 from tests.exporter.test_genai import PROMPT, generate
 
 Exported = tuple[PreTrainedModel, Artifact]
 KERNEL = find_library()
+CASES = {**HYBRID, **SPACES}
 KINDS: list[Kind] = ["gqa", "decomposed", "custom"]
 
 
-@pytest.fixture(scope="module", params=HYBRID)
+@pytest.fixture(scope="module", params=CASES)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp(request.param)
-    model = checkpoints.make(HYBRID[request.param], folder / "checkpoint")
+    model = checkpoints.make(CASES[request.param], folder / "checkpoint")
     options = ExportOptions(precision="fp32", threads=1)
     path = export_model(folder / "checkpoint", folder / "artifact", options)
     return model, Artifact.read(path)
@@ -52,9 +53,9 @@ def test_the_graph_agrees(exported: Exported, kind: Kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("name", CASES)
 def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
-    case = HYBRID[name]
+    case = CASES[name]
     quiet = replace(  # no end token, so that the length is known
         case, config={**case.config, "eos_token_id": checkpoints.VOCAB - 1}
     )
@@ -69,10 +70,12 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
     [
         *(("qwen3.5", "int4"), ("qwen3.5", "int8"), ("qwen3.5-tied", "fp16")),
         *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
+        *(("granite-4", "int4"), ("granite-4-dense", "fp16"), ("bamba-biases", "int8")),
+        *(("nemotron-h", "int4"), ("nemotron-h-biases", "fp16")),
     ],
 )
 def test_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
-    checkpoints.make(HYBRID[name], tmp_path / "checkpoint")
+    checkpoints.make(CASES[name], tmp_path / "checkpoint")
     options = ExportOptions(precision=precision, threads=1, group_size=32)
     path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
     check_golden(Artifact.read(path))

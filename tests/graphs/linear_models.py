@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from onnxport.graphs import contract as c
+from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.linear_attention import StatePool
 from tests.graphs.paged_models import start
@@ -43,8 +44,15 @@ def linear_model(case: Case, dtype: int = TensorProto.FLOAT, **attributes: Any) 
     else:
         gate = [values.get(name, "") for name in ("a_log", "dt_bias")]
         projections = [values.get(name, "") for name in ("query", "key", "value")]
-        operator, inputs = "GatedDeltaNet", [*projections, lengths, "decay", "beta", state, *gate]
+        if case.has_steps:
+            total = g.node("Add", ["decay", "dt_bias"], name="total")
+            steps = g.node("Softplus", [total], name="steps")
+            column = g.node("Unsqueeze", [steps, ops.last_axis(g)], name="column")
+            projections[2] = g.node("Mul", ["value", column], name="stepped")
+        operator, inputs = "GatedDeltaNet", [*projections, lengths, "decay"]
+        inputs += [values.get("beta", ""), state, *gate]
         given = {"qk_l2_norm": int(case.is_normalized), "update_rule": "gated_delta"}
+        given |= {} if case.beta is not None else {"update_rule": "gated"}
         given |= {"gate_activation": "qwen"} if gate[0] else {}
         given |= {"beta_activation": "sigmoid"} if case.has_sigmoid else {}
         given |= {} if case.scale is None else {"scale": case.scale}

@@ -31,9 +31,11 @@ CASES = [
     for seed in range(16)
     for case in (linear_cases.random_conv, linear_cases.random_delta)
 ]
-CONV, DELTA = (
+CONV, DELTA, GATED, STEPS = (
     linear_cases.make_conv(1, 20, 4, (3, 1)),
     linear_cases.make_delta(2, (2, 4), (16, 6), (3, 1)),
+    linear_cases.make_gated(2, (2, 4), (16, 6), (3, 1)),
+    linear_cases.make_steps(2, (2, 4), (16, 6), (3, 1)),
 )
 
 
@@ -78,7 +80,73 @@ def test_the_nodes() -> None:
     given = ["query", "", "", "decay", "beta", "a_log", "dt_bias"]
     assert list(delta.input) == [*given, *slots]
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in delta.attribute}
-    assert attributes == {"scale": 0.0, "qk_l2_norm": 1, "beta_activation": b"sigmoid"}
+    assert attributes == {"scale": 0.0, "qk_l2_norm": 1, "beta_activation": b"sigmoid"} | {
+        "update_rule": b"gated_delta",
+        "steps": 0,
+    }
+    (gated,) = use_state_slots(linear_model(GATED)).model.graph.node
+    assert list(gated.input) == ["query", "key", "value", "decay", "", "", "", *slots]
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in gated.attribute}
+    assert (attributes["update_rule"], attributes["scale"]) == (b"gated", 1.0)
+    assert attributes["steps"] == 0
+    (stepped,) = use_state_slots(linear_model(STEPS)).model.graph.node
+    gate = ["decay", "", "a_log", "dt_bias"]
+    assert list(stepped.input) == ["query", "key", "value", *gate, *slots]
+    assert onnx.helper.get_node_attr_value(stepped, "steps") == 1
+
+
+def by_type(model: onnx.ModelProto, kind: str) -> onnx.NodeProto:
+    return next(node for node in model.graph.node if node.op_type == kind)
+
+
+def other_decay(model: onnx.ModelProto) -> None:
+    by_type(model, "Add").input[0] = "other"
+    info = onnx.helper.make_tensor_value_info("other", TensorProto.FLOAT, ["n", "heads"])
+    model.graph.input.append(info)
+
+
+def other_column(model: onnx.ModelProto) -> None:
+    """Unsqueezed in front: a number for each head of the token with the head's number."""
+    axis = next(
+        i for i in model.graph.initializer if i.name == by_type(model, "Unsqueeze").input[1]
+    )
+    axis.CopyFrom(numpy_helper.from_array(np.array([0], np.int64), axis.name))
+
+
+def other_activation(model: onnx.ModelProto) -> None:
+    by_type(model, "Softplus").op_type = "Sigmoid"
+
+
+def other_sum(model: onnx.ModelProto) -> None:
+    by_type(model, "Add").op_type = "Sub"
+
+
+def read_by_others(model: onnx.ModelProto) -> None:
+    steps = by_type(model, "Softplus").output[0]
+    model.graph.output.append(onnx.helper.make_tensor_value_info(steps, TensorProto.FLOAT, None))
+
+
+def with_the_delta_rule(model: onnx.ModelProto) -> None:
+    node = by_type(model, "GatedDeltaNet")
+    set_attribute(node, "update_rule", "gated_delta")
+    node.input[5] = node.input[4]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *(other_decay, other_column, other_activation, other_sum, read_by_others),
+        with_the_delta_rule,
+    ],
+)
+def test_other_steps_stay_products(edit: Edit) -> None:
+    model = linear_model(STEPS)
+    edit(model)
+    nodes = use_state_slots(model).model.graph.node
+    (node,) = [node for node in nodes if node.domain]
+    assert onnx.helper.get_node_attr_value(node, "steps") == 0
+    assert node.input[2] == by_type(model, "Mul").output[0]
+    assert len(nodes) == 5  # and all that makes the product
 
 
 @pytest.mark.parametrize("fire", [use_state_slots, decompose_linear])
@@ -87,10 +155,6 @@ def test_other_graphs_stay_as_they_are(fire: Callable[[onnx.ModelProto], PassRes
     result = fire(model)
     assert not result.changes
     assert result.model.SerializeToString() == model.SerializeToString()
-
-
-def by_type(model: onnx.ModelProto, kind: str) -> onnx.NodeProto:
-    return next(node for node in model.graph.node if node.op_type == kind)
 
 
 def other_reads(model: onnx.ModelProto) -> None:
@@ -161,7 +225,9 @@ def test_states_that_do_not_stay_in_a_pool_are_refused(case: Case, edit: Edit) -
         (CONV, {"state_update_capacity": 1}, "state_update_capacity 1; 0 alone"),
         (CONV, {"activation": "gelu"}, r"activation 'gelu'; it must be one of \('none', 'silu'"),
         (CONV, {"padding": 1}, r"not understood: \['padding'\]"),
-        (DELTA, {"update_rule": "delta"}, "update_rule 'delta'; 'gated_delta' alone"),
+        (DELTA, {"update_rule": "delta"}, "update_rule 'delta'; it must be one of"),
+        (DELTA, {"update_rule": "gated"}, "'gated' and the beta 'beta'; beta is understood with"),
+        (GATED, {"update_rule": "gated_delta"}, r"inputs \[0, 3, 4, 5, 6\] are needed"),
         (DELTA, {"gate_activation": "mamba"}, "gate_activation 'mamba'; it must be one of"),
         (DELTA, {"gate_activation": "none"}, "a_log and dt_bias with the gate qwen alone"),
         (DELTA, {"beta_activation": "tanh"}, "beta_activation 'tanh'; it must be one of"),

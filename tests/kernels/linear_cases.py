@@ -79,7 +79,7 @@ class DeltaCase:
     key: Floats  # likewise
     value: Floats  # [num_tokens, value_heads, value_size]
     decay: Floats  # [num_tokens, value_heads]
-    beta: Floats  # likewise
+    beta: Floats | None  # likewise; None: without the delta rule
     pool: Floats  # [SLOTS, value_heads, value_size, key_size]
     a_log: Floats | None = None  # [value_heads]
     dt_bias: Floats | None = None  # with it
@@ -87,6 +87,7 @@ class DeltaCase:
     is_normalized: bool = True
     has_sigmoid: bool = True
     is_packed: bool = True
+    has_steps: bool = False  # values are times the softplus of decays
 
     def replace(self, **changes: object) -> DeltaCase:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -94,16 +95,17 @@ class DeltaCase:
     def tokens(self, which: Sequence[int], slots: Slots, pool: Floats) -> DeltaCase:
         """The same layer for other tokens, on other states."""
         names = ("query", "key", "value", "decay", "beta")
-        chosen = {name: getattr(self, name)[which] for name in names}
+        given = {name: getattr(self, name) for name in names}
+        chosen = {name: one[which] for name, one in given.items() if one is not None}
         return self.replace(**chosen, slots=slots, pool=pool)
 
     def feeds(self) -> dict[str, NDArray[Any]]:
-        found = {"decay": self.decay, "beta": self.beta, **self.slots.feeds()}
+        found = {"decay": self.decay, **self.slots.feeds()}
         parts = {"query": self.query, "key": self.key, "value": self.value}
         if self.is_packed:
             flat = [x.reshape(len(x), x.shape[1] * x.shape[2]) for x in parts.values()]
             parts = {"query": np.concatenate(flat, axis=1)}
-        for name in ("a_log", "dt_bias"):
+        for name in ("beta", "a_log", "dt_bias"):
             if getattr(self, name) is not None:
                 parts[name] = getattr(self, name)
         return {**parts, **found}
@@ -166,6 +168,26 @@ def make_delta(
     )
 
 
+def make_gated(
+    seed: int, heads: tuple[int, int], sizes: tuple[int, int], lengths: Sequence[int]
+) -> DeltaCase:
+    """A state space: the same without the delta rule, and as Mamba-2 has it."""
+    case = make_delta(seed, heads, sizes, lengths)
+    plain = {"decay": -np.abs(case.decay), "beta": None, "a_log": None, "dt_bias": None}
+    case = case.replace(**plain, has_sigmoid=False, is_normalized=False)
+    shorter = np.float32(sizes[0] ** -0.5)
+    return case.replace(key=case.key * shorter, scale=1.0, is_packed=False)
+
+
+def make_steps(
+    seed: int, heads: tuple[int, int], sizes: tuple[int, int], lengths: Sequence[int]
+) -> DeltaCase:
+    """A state space whose gate makes what values are multiplied with, too."""
+    case = make_gated(seed, heads, sizes, lengths)
+    gate = {"a_log": np.zeros(heads[1], np.float32), "dt_bias": np.full(heads[1], -1, np.float32)}
+    return case.replace(**gate, decay=-case.decay, has_steps=True)
+
+
 def random_conv(seed: int) -> ConvCase:
     rng = np.random.default_rng(seed)
     lengths = LENGTHS[seed % len(LENGTHS)]
@@ -179,6 +201,11 @@ def random_delta(seed: int) -> DeltaCase:
     sizes = (int(rng.choice(KEY_SIZES)), int(rng.choice(VALUE_SIZES)))
     case = make_delta(seed, heads, sizes, LENGTHS[seed % len(LENGTHS)])
     case = case.replace(is_packed=bool(seed % 2), scale=0.3 if seed % 3 == 1 else None)
+    if seed % 8 == 2:
+        return make_gated(seed, heads, sizes, LENGTHS[seed % len(LENGTHS)])
+    if seed % 8 == 6:
+        case = make_steps(seed, heads, sizes, LENGTHS[seed % len(LENGTHS)])
+        return case.replace(has_steps=bool(seed % 3))
     if seed % 4 == 3:
         plain = {"decay": -np.abs(case.decay), "beta": np.abs(case.beta) / 4}
         case = case.replace(**plain, a_log=None, dt_bias=None, has_sigmoid=False)
@@ -217,18 +244,22 @@ def _delta_net(case: DeltaCase) -> tuple[Wide, Wide]:
     query = query * (case.scale or query.shape[2] ** -0.5)
     query, key = (np.repeat(x, shared, axis=1) for x in (query, key))
     log = case.decay.astype(np.float64)
+    steps = np.ones_like(log)
     if case.a_log is not None:
+        steps = np.logaddexp(0, log + case.dt_bias) if case.has_steps else steps
         log = -np.exp(case.a_log.astype(np.float64)) * np.logaddexp(0, log + case.dt_bias)
-    beta = case.beta.astype(np.float64)
-    beta = _sigmoid(beta) if case.has_sigmoid else beta
+    beta = None if case.beta is None else case.beta.astype(np.float64)
+    beta = _sigmoid(beta) if case.has_sigmoid and beta is not None else beta
     pool, output = case.pool.astype(np.float64), np.zeros((tokens, heads, size))
     slots, ends = case.slots, case.slots.ends
     for row, (read, write) in enumerate(zip(slots.reads, slots.writes, strict=True)):
         state = case.pool[read].astype(np.float64)
         for token in range(ends[row], ends[row + 1]):
             state = state * np.exp(log[token])[:, None, None]
-            known = np.einsum("hvk,hk->hv", state, key[token])
-            change = beta[token][:, None] * (case.value[token] - known)
+            change = case.value[token] * steps[token][:, None]
+            if beta is not None:
+                known = np.einsum("hvk,hk->hv", state, key[token])
+                change = beta[token][:, None] * (change - known)
             state = state + change[..., None] * key[token][:, None]
             output[token] = np.einsum("hvk,hk->hv", state, query[token])
         pool[write] = state
@@ -266,6 +297,8 @@ def model(case: Case, **attributes: Any) -> bytes:
         wanted = ("query", "key", "value", "decay", "beta", "a_log", "dt_bias")
         inputs = [*(name if name in feeds else "" for name in wanted), *slots]
         values = {"qk_l2_norm": int(case.is_normalized)}
+        values["update_rule"] = "gated" if case.beta is None else "gated_delta"
+        values |= {"steps": 1} if case.has_steps else {}
         values["beta_activation"] = "sigmoid" if case.has_sigmoid else "none"
         if case.scale is not None:
             values["scale"] = case.scale
@@ -343,8 +376,9 @@ def _serialize(case: Case) -> bytes:
         tokens, heads, size = case.value.shape
         key_heads, key_size = case.key.shape[1:]
         flags = (case.is_normalized, case.has_sigmoid, case.a_log is not None)
+        flags = (*flags, case.beta is not None, case.has_steps)
         sizes = (1, len(slots.reads), tokens, key_heads, heads, key_size, size, *flags)
-        head = struct.pack("10qf", *sizes, case.scale or key_size**-0.5)
+        head = struct.pack("12qf", *sizes, case.scale or key_size**-0.5)
         arrays += [case.query, case.key, case.value, case.decay, case.beta]
         arrays += [case.a_log, case.dt_bias]
     content = [np.ascontiguousarray(array).tobytes() for array in arrays if array is not None]

@@ -60,7 +60,7 @@ void run_conv() {
 }
 
 void run_delta() {
-  const std::vector<int64_t> sizes = read_array<int64_t>(9);
+  const std::vector<int64_t> sizes = read_array<int64_t>(11);
   const float scale = read_array<float>(1)[0];
   const int64_t tokens = sizes[1];
   onnxport::DeltaNet net{};
@@ -70,6 +70,8 @@ void run_delta() {
   net.value_size = sizes[5];
   net.is_normalized = sizes[6] != 0;
   net.has_sigmoid = sizes[7] != 0;
+  net.has_delta_rule = sizes[9] != 0;
+  net.has_steps = sizes[10] != 0;
   net.scale = scale;
   const int64_t keys = net.key_heads * net.key_size, values = net.value_heads * net.value_size;
   States states(sizes[0], values * net.key_size);
@@ -77,7 +79,7 @@ void run_delta() {
   const auto key = read_array<float>(tokens * keys);
   const auto value = read_array<float>(tokens * values);
   const auto decay = read_array<float>(tokens * net.value_heads);
-  const auto beta = read_array<float>(tokens * net.value_heads);
+  const auto beta = read_array<float>(sizes[9] ? tokens * net.value_heads : 0);
   const auto a_log = read_array<float>(sizes[8] ? net.value_heads : 0);
   const auto dt_bias = read_array<float>(sizes[8] ? net.value_heads : 0);
   std::vector<float> output(value.size());
@@ -88,7 +90,7 @@ void run_delta() {
   net.key = key.data();
   net.value = value.data();
   net.decay = decay.data();
-  net.beta = beta.data();
+  net.beta = sizes[9] ? beta.data() : nullptr;
   if (sizes[8]) {
     net.a_log = a_log.data();
     net.dt_bias = dt_bias.data();

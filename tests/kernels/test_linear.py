@@ -61,8 +61,11 @@ def parts_of(case: Case) -> list[tuple[list[tuple[int, int]], list[int]]]:
         linear_cases.make_conv(4, 70, 4, WHOLE),
         linear_cases.make_delta(4, (2, 4), (128, 35), WHOLE),
         linear_cases.make_delta(5, (1, 2), (37, 9), WHOLE),
+        linear_cases.make_gated(4, (2, 4), (128, 35), WHOLE),
+        linear_cases.make_gated(5, (1, 2), (37, 9), WHOLE),
+        linear_cases.make_steps(6, (1, 2), (16, 12), WHOLE),
     ],
-    ids=["convolution", "delta", "delta of odd sizes"],
+    ids=["convolution", "delta", "delta of odd sizes", "gated", "gated of odd sizes", "steps"],
 )
 def test_a_sequence_has_the_same_bits_however_it_is_computed(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], case: Case
@@ -197,6 +200,8 @@ def test_convolutions_that_are_refused(
     ("attributes", "message"),
     [
         ({"scale": float("inf")}, "scale must be finite, found inf"),
+        ({"update_rule": "delta"}, "update_rule must be gated_delta or gated, found delta"),
+        ({"steps": 1}, "steps do not go with the update_rule gated_delta"),
         ({"beta_activation": "tanh"}, "beta_activation must be none or sigmoid, found tanh"),
     ],
 )
@@ -261,6 +266,29 @@ def test_a_gate_has_both_of_its_vectors(library_path: Path) -> None:
         session.run(["y"], {**case.feeds(), "pool": case.pool})
 
 
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        (delta_case(), "gated"),
+        (linear_cases.make_gated(2, (2, 4), (20, 7), (3, 1, 4)), "gated_delta"),
+    ],
+)
+def test_a_beta_comes_with_the_delta_rule(
+    library_path: Path, case: linear_cases.DeltaCase, rule: str
+) -> None:
+    model = linear_cases.model(case, update_rule=rule)
+    session = matmul_cases.session(library_path, model)
+    with pytest.raises(Exception, match="beta must be given with the delta rule alone"):
+        session.run(["y"], {**case.feeds(), "pool": case.pool})
+
+
+def test_steps_are_made_of_a_gate(library_path: Path) -> None:
+    case = linear_cases.make_gated(2, (2, 4), (20, 7), (3, 1, 4)).replace(has_steps=True)
+    session = matmul_cases.session(library_path, linear_cases.model(case))
+    with pytest.raises(Exception, match="steps are made with a_log and dt_bias"):
+        session.run(["y"], {**case.feeds(), "pool": case.pool})
+
+
 def check_standalone(command: list[str], isa: str) -> None:
     """Right, and the same bits in chunks, without ONNX Runtime."""
     cases: list[Case] = []
@@ -271,6 +299,7 @@ def check_standalone(command: list[str], isa: str) -> None:
     for case in (
         linear_cases.make_conv(4, 70, 4, WHOLE),
         linear_cases.make_delta(4, (2, 4), (128, 35), WHOLE),
+        linear_cases.make_gated(4, (2, 4), (128, 35), WHOLE),
     ):
         ((whole, pool),) = linear_cases.run_standalone(command, isa, [case])
         begin, end = case.slots.ends[1:3]

@@ -29,13 +29,14 @@ from tests.tiers import crossed
 FAMILIES = (
     *("llama", "qwen3", "gemma3", "gemma2", "granite", "olmo2", "qwen3-moe", "gpt-oss"),
     *("cohere", "cohere2", "exaone4", "deepseek-v2", "qwen3.5", "qwen3.5-tied"),
+    *("granite-4-dense", "bamba", "nemotron-h-biases"),
 )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """By themselves, and behind what layers read; whatever rows need logits."""
-    case = {**checkpoints.CASES, **checkpoints.HYBRID}[family]
+    case = {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.SPACES}[family]
     torch_model = checkpoints.make(case, tmp_path / "checkpoint")
     options = ExportOptions(precision="fp32", context_length=case.context_length)
     artifact = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)

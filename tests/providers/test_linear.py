@@ -16,15 +16,17 @@ from onnxport.errors import CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.linear_spec import ShortConvSpec
 from onnxport.providers import memory, states
 from onnxport.providers.base import Attention, LoadOptions
 from onnxport.providers.cpu import choices
 from onnxport.providers.cpu.provider import CpuProvider
+from onnxport.providers.cpu.state_pools import allocate_states
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.pool import plan_pool
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID
+from tests.exporter.checkpoints import HYBRID, SPACES
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.linear import Stateful
 from tests.providers.models import opened
@@ -32,7 +34,10 @@ from tests.providers.models import opened
 Made = tuple[Path, PreTrainedModel]
 Maker = Callable[[str, str], Made]
 KINDS: tuple[Attention, ...] = ("custom", "decomposed")
-CASES = ("qwen3.5", "qwen3.5-tied", "qwen3-next", "qwen3-next-dense-layers")
+CASES = (
+    *("qwen3.5", "qwen3.5-tied", "qwen3-next", "qwen3-next-dense-layers"),
+    *("granite-4", "granite-4-dense", "bamba", "nemotron-h", "nemotron-h-biases"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     def make(case: str, precision: str) -> Made:
         if (case, precision) not in found:
             folder = tmp_path_factory.mktemp(f"{case}-{precision}")
-            model = checkpoints.make(HYBRID[case], folder / "checkpoint")
+            model = checkpoints.make({**HYBRID, **SPACES}[case], folder / "checkpoint")
             options = ExportOptions(precision=precision, threads=1, group_size=32)
             path = export_model(folder / "checkpoint", folder / "artifact", options)
             found[case, precision] = path, model
@@ -79,12 +84,21 @@ def test_logits_are_transformers(made: Maker, case: str, attention: Attention) -
                 np.testing.assert_allclose(np.concatenate(parts), wanted[row], atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        ("qwen3.5", "int4"),
+        ("qwen3-next", "int4"),
+        ("granite-4", "int4"),
+        ("nemotron-h", "int4"),
+        ("granite-4-dense", "fp32"),  # where no rounding to int8 hides a last bit
+    ],
+)
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch_whole_and_in_chunks(
-    made: Maker, case: str
+    made: Maker, case: str, precision: str
 ) -> None:
-    """Where products are ours, nothing depends on what else there is."""
-    path, _ = made(case, "int4")
+    """Where products are ours, or of floats, nothing depends on what else there is."""
+    path, _ = made(case, precision)
     tokens = prompts()
     with opened(path, "custom", state_slots=8) as model:
         alone = [Stateful(model, 3).run({row: tokens[row]})[row] for row in range(3)]
@@ -260,6 +274,22 @@ def test_sizes_that_the_kernels_have_no_room_for(
     assert choices.choose_kernel(LoadOptions(), spec) is None
     with pytest.raises(ProviderError, match="custom attention was asked for, but the keys of"):
         choices.choose_kernel(LoadOptions(attention="custom"), spec)
+
+
+def test_what_keeps_a_convolution_alone(made: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = Artifact.read(made("qwen3.5", "fp32")[0]).manifest.model
+    linear = ShortConvSpec(
+        channels=spec.hidden_size, kernel=3, bias=False, layers=(True, False, True, False)
+    )
+    spec = replace(spec, linear=linear, attention_gate=None)
+    assert state_bytes(spec) == 2 * spec.hidden_size * 2 * 4
+    pools = allocate_states(spec, StatePlan(5, state_bytes(spec)))
+    assert [pool.input_name for pool in pools] == ["past_conv_state.0", "past_conv_state.2"]
+    assert [pool.value.shape() for pool in pools] == [[6, spec.hidden_size, 2]] * 2
+    monkeypatch.setattr(choices.library, "find_library", lambda: Path("there"))
+    assert choices.choose_kernel(LoadOptions(), spec) == Path("there")
+    wide = replace(spec, linear=replace(linear, kernel=9))
+    assert choices.choose_kernel(LoadOptions(), wide) is None
 
 
 def test_states_take_a_share_of_what_weights_leave(made: Maker) -> None:

@@ -35,8 +35,13 @@ PARAMS = [
     )
     for index in range(len(PROMPTS))
 ]
-# One in float32, where decomposed attention is exact, too; the other as it would be served.
-MADE = (("qwen3.5", "int4", "custom"), ("qwen3-next", "fp32", "decomposed"))
+# One is in float32, where decomposed attention is exact, too; the others as they would be served.
+MADE = (
+    ("qwen3.5", "int4", "custom"),
+    ("qwen3-next", "fp32", "decomposed"),
+    ("granite-4", "int4", "custom"),
+    ("nemotron-h", "int4", "custom"),
+)
 
 
 @pytest.fixture(scope="module", params=MADE, ids=["-".join(one) for one in MADE])
@@ -47,7 +52,7 @@ def artifact(
     if attention == "custom" and find_library() is None:
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
     folder = tmp_path_factory.mktemp(case)
-    checkpoints.make(checkpoints.HYBRID[case], folder / "checkpoint")
+    checkpoints.make({**checkpoints.HYBRID, **checkpoints.SPACES}[case], folder / "checkpoint")
     options = export_options(precision)
     return export_model(folder / "checkpoint", folder / "artifact", options), attention
 

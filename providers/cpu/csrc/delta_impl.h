@@ -55,7 +55,7 @@ static void prepare_delta(const DeltaNet& net, const DeltaTokens& tokens, int64_
       }
       scale(key, size, key_factor);
       scale(query, size, query_factor);
-      tokens.products[at] = product_of(key, query, size);
+      if (net.has_delta_rule) tokens.products[at] = product_of(key, query, size);
     }
   }
 }
@@ -100,6 +100,32 @@ static inline void pass(const float* from, float* to, int64_t stride, int64_t si
   }
 }
 
+// Without the delta rule a token asks nothing of a state before it changes it: one way through the
+// rows does both.
+template <int kRows>
+static inline void gated_pass(const float* from, float* to, int64_t stride, int64_t size,
+                              float decay, const float* key, const float* query, float step,
+                              const float* values, float* outputs) {
+  Vec::T change[kRows], sums[kRows];
+  const Vec::T keep = Vec::set1(decay);
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    change[r] = Vec::set1(step * values[r]);
+    sums[r] = Vec::set1(0.f);
+  }
+  for (int64_t i = 0; i < size; i += Vec::kWidth) {
+    const Vec::T k = Vec::load(key + i), q = Vec::load(query + i);
+    ONNXPORT_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const Vec::T state = Vec::fma(change[r], k, Vec::mul(keep, Vec::load(from + r * stride + i)));
+      Vec::store(to + r * stride + i, state);
+      sums[r] = Vec::fma(state, q, sums[r]);
+    }
+  }
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) outputs[r] = Vec::reduce_add(sums[r]);
+}
+
 // What rows of a state have to do with, whatever the token.
 struct DeltaHead {
   const DeltaNet& net;
@@ -111,28 +137,38 @@ struct DeltaHead {
   }
   const float* query(int64_t token) const { return key(token) + padded(net.key_size); }
   float decay(int64_t token) const { return tokens.decays[token * net.value_heads + head]; }
+  float beta(int64_t token) const { return tokens.betas[token * net.value_heads + head]; }
   int64_t at(int64_t token, int64_t row) const {
     return ((tokens.first + token) * net.value_heads + head) * net.value_size + row;
+  }
+
+  const float* value(int64_t token, int64_t row) const {
+    return net.value + (tokens.first + token) * net.value_stride + head * net.value_size + row;
   }
 
   // What a token adds to rows, times its key; and their outputs. With S not yet changed:
   //   delta = beta * (v - exp(g) * S k);  S q = exp(g) * S q + delta * (k q)
   void solve(int64_t token, int64_t row, int rows, const float* sums, float* deltas) const {
-    const float beta = tokens.betas[token * net.value_heads + head], keep = decay(token);
+    const float own = beta(token), keep = decay(token);
     const float product = tokens.products[key_head * tokens.count + token];
-    const float* value =
-        net.value + (tokens.first + token) * net.value_stride + head * net.value_size + row;
+    const float* values = value(token, row);
     for (int r = 0; r < rows; r++) {
-      deltas[r] = beta * (value[r] - keep * sums[r]);
+      deltas[r] = own * (values[r] - keep * sums[r]);
       net.output[at(token, row + r)] = keep * sums[rows + r] + deltas[r] * product;
     }
   }
 };
 
 // Tokens [begin, end), at least one, for kRows rows whose numbers are whole vectors.
-template <int kRows>
+template <int kRows, bool kHasDeltaRule>
 static void update_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t end,
                         const float* from, float* to, int64_t stride, int64_t size) {
+  if (!kHasDeltaRule) {
+    for (int64_t token = begin; token < end; token++, from = to)
+      gated_pass<kRows>(from, to, stride, size, of.decay(token), of.key(token), of.query(token),
+                        of.beta(token), of.value(token, row), of.net.output + of.at(token, row));
+    return;
+  }
   float sums[2 * kRows], deltas[kRows];
   pass<kRows, false, true>(from, to, stride, size, 0.f, nullptr, nullptr, of.key(begin),
                            of.query(begin), sums);
@@ -149,21 +185,23 @@ static void update_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t
 }
 
 // The same for rows of any length, which are padded where they are no whole vectors.
-template <int kRows>
+template <int kRows, bool kHasDeltaRule>
 static void update_any_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t end,
                             const float* from, float* to) {
   const int64_t size = of.net.key_size;
-  if (size % Vec::kWidth == 0) return update_rows<kRows>(of, row, begin, end, from, to, size, size);
+  if (size % Vec::kWidth == 0)
+    return update_rows<kRows, kHasDeltaRule>(of, row, begin, end, from, to, size, size);
   float rows[kRows * kMostKeySize];
   const int64_t stride = padded(size);
   const size_t bytes = static_cast<size_t>(size) * sizeof(float);
   memset(rows, 0, sizeof rows);
   for (int r = 0; r < kRows; r++) memcpy(rows + r * stride, from + r * size, bytes);
-  update_rows<kRows>(of, row, begin, end, rows, rows, stride, stride);
+  update_rows<kRows, kHasDeltaRule>(of, row, begin, end, rows, rows, stride, stride);
   for (int r = 0; r < kRows; r++) memcpy(to + r * size, rows + r * stride, bytes);
 }
 
-static void update_delta(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
+template <bool kHasDeltaRule>
+static void update_head(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
   const DeltaHead of{net, tokens, rows.head, rows.head / (net.value_heads / net.key_heads)};
   const int64_t size = net.key_size;
   if (rows.token_begin == rows.token_end)
@@ -175,14 +213,21 @@ static void update_delta(const DeltaNet& net, const DeltaTokens& tokens, const D
     int64_t row = rows.row_begin;
     for (; row + kStateRows <= rows.row_end; row += kStateRows) {
       const int64_t at = (row - rows.row_begin) * size;
-      update_any_rows<kStateRows>(of, row, begin, end, from + at, rows.to + at);
+      update_any_rows<kStateRows, kHasDeltaRule>(of, row, begin, end, from + at, rows.to + at);
     }
     for (; row < rows.row_end; row++) {
       const int64_t at = (row - rows.row_begin) * size;
-      update_any_rows<1>(of, row, begin, end, from + at, rows.to + at);
+      update_any_rows<1, kHasDeltaRule>(of, row, begin, end, from + at, rows.to + at);
     }
     from = rows.to;
   }
+}
+
+static void update_delta(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
+  if (net.has_delta_rule)
+    update_head<true>(net, tokens, rows);
+  else
+    update_head<false>(net, tokens, rows);
 }
 
 }  // namespace

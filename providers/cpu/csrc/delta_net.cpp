@@ -72,10 +72,18 @@ struct Run {
       const int64_t from = (tokens.first + token) * net.value_heads;
       const int64_t to = token * net.value_heads;
       for (int64_t head = 0; head < net.value_heads; head++) {
-        float log = net.decay[from + head];
-        if (net.a_log) log = -std::exp(net.a_log[head]) * softplus(log + net.dt_bias[head]);
-        const float beta = net.beta[from + head];
+        float log = net.decay[from + head], step = 1.f;
+        if (net.a_log) {
+          const float raw = softplus(log + net.dt_bias[head]);
+          log = -std::exp(net.a_log[head]) * raw;
+          if (net.has_steps) step = raw;
+        }
         tokens.decays[to + head] = std::exp(log);
+        if (!net.has_delta_rule) {
+          tokens.betas[to + head] = step;
+          continue;
+        }
+        const float beta = net.beta[from + head];
         tokens.betas[to + head] = net.has_sigmoid ? 1.f / (1.f + std::exp(-beta)) : beta;
       }
     }

@@ -46,6 +46,14 @@ std::unique_ptr<DeltaKernel> make_kernel(const Api& api, const ort::KernelInfo* 
   if (!std::isfinite(net.scale))
     fail(api, ort::kInvalidArgument, "%s: scale must be finite, found %g", kName,
          static_cast<double>(net.scale));
+  const std::string rule = read_text(api, info, kName, "update_rule", "gated_delta");
+  if (rule != "gated_delta" && rule != "gated")
+    fail(api, ort::kInvalidArgument, "%s: update_rule must be gated_delta or gated, found %s",
+         kName, rule.c_str());
+  net.has_delta_rule = rule == "gated_delta";
+  net.has_steps = has_flag(api, info, "steps");
+  if (net.has_steps && net.has_delta_rule)
+    fail(api, ort::kInvalidArgument, "%s: steps do not go with the update_rule gated_delta", kName);
   net.is_normalized = has_flag(api, info, "qk_l2_norm");
   net.has_sigmoid = is_text(api, info, "beta_activation", "sigmoid");
   auto kernel = std::make_unique<DeltaKernel>(DeltaKernel{api, net});
@@ -91,9 +99,15 @@ void compute(const DeltaKernel& kernel, ort::KernelContext* context) {
   check_sizes(net);
   const int64_t tokens = net.slots.num_tokens;
   net.decay = call.tensor(kDeltaDecay, "decay", {tokens, net.value_heads}).as<const float>();
-  net.beta = call.tensor(kDeltaBeta, "beta", {tokens, net.value_heads}).as<const float>();
+  if (call.has(kDeltaBeta) != net.has_delta_rule)
+    fail(kernel.api, ort::kInvalidArgument, "%s: beta must be given with the delta rule alone",
+         kName);
+  if (net.has_delta_rule)
+    net.beta = call.tensor(kDeltaBeta, "beta", {tokens, net.value_heads}).as<const float>();
   if (call.has(kDeltaALog) != call.has(kDeltaDtBias))
     fail(kernel.api, ort::kInvalidArgument, "%s: a_log and dt_bias must be given together", kName);
+  if (net.has_steps && !call.has(kDeltaALog))
+    fail(kernel.api, ort::kInvalidArgument, "%s: steps are made with a_log and dt_bias", kName);
   if (call.has(kDeltaALog)) {
     net.a_log = call.tensor(kDeltaALog, "a_log", {net.value_heads}).as<const float>();
     net.dt_bias = call.tensor(kDeltaDtBias, "dt_bias", {net.value_heads}).as<const float>();
@@ -116,8 +130,8 @@ ort::CustomOp delta_net_operator() {
   ort::CustomOp op = pool_operator<kDeltaPool, kDeltaLengths, kDeltaInputs>();
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
-    const bool is_optional =
-        index == kDeltaKey || index == kDeltaValue || index == kDeltaALog || index == kDeltaDtBias;
+    const bool is_optional = index == kDeltaKey || index == kDeltaValue || index == kDeltaBeta ||
+                             index == kDeltaALog || index == kDeltaDtBias;
     return is_optional ? ort::kOptional : ort::kRequired;
   };
   set_kernel<DeltaKernel, make_kernel, compute>(op);

@@ -1,0 +1,182 @@
+"""Nemotron-H: blocks of one part each, state spaces, attention or layers of ReLU's square.
+
+A state space, or attention, and the feed-forward block behind it are one layer here, which gives
+the same: each block adds to the residual stream what it makes of a norm of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.spaceconfig import check_plain, space_spec
+from onnxport.graphs.spec import ArchSpec
+
+_SPACE, _ATTENTION, _MLP, _EXPERTS = "M*-E"
+# Blocks as patterns and lists name them.
+_KINDS: Final = {
+    "mamba": _SPACE,
+    "linear_attention": _SPACE,
+    "attention": _ATTENTION,
+    "full_attention": _ATTENTION,
+    "mlp": _MLP,
+    "moe": _EXPERTS,
+}
+# Keys of experts, which no block has, of tokens behind the next one, and of training. Steps have no
+# limits but `time_step_limit`: by the others weights are made before training.
+_UNUSED: Final = (
+    *("n_routed_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap"),
+    *("num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
+    *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+    *("time_step_min", "time_step_max", "time_step_floor", "hidden_dropout"),
+    *("rescale_prenorm_residual", "num_logits_to_keep"),
+    # How a sequence is cut, kept and added up by whoever computes it.
+    *("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
+    *("rope_theta", "rope_parameters", "partial_rotary_factor"),  # nothing rotates
+)
+# What there may be, of which transformers computes this alone, whatever the file says.
+_SAID: Final = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "hidden_act": "silu"}
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """Nemotron-H without experts; attention sees no positions but through state spaces."""
+    layers = _layers(config)
+    for key, allowed in _SAID.items():
+        if (found := config.get(key, str, allowed)) != allowed:
+            raise UnsupportedModelError(
+                f"{config.path}: {key} is {found!r}; supported is {allowed!r}."
+            )
+    spec = decoder_spec(
+        config,
+        family="nemotron_h",
+        num_layers=len(layers),
+        head_size=128,
+        num_kv_heads=8,
+        mlp_bias=config.get("mlp_bias", bool, False),
+        rope={"rope_type": "default", "rope_theta": 10_000.0},
+        context_length=context_length,
+        hidden_act="relu2",
+        epsilon="layer_norm_epsilon",
+    )
+    # Names that published files have besides for what transformers reads by others.
+    for key, wanted in (
+        ("rms_norm_eps", spec.rms_norm_eps),
+        ("attention_head_dim", spec.head_size),
+    ):
+        if (given := config.get(key, float, wanted)) != wanted:
+            raise CheckpointError(
+                f"{config.path}: {key} is {given}, and what transformers reads for it is {wanted}; "
+                "correct what the model was not trained with."
+            )
+    config.ignore(*_UNUSED)
+    check_plain(config, "use_bias")
+    check_plain(config, "mamba_proj_bias")
+    spaces = tuple(mixer == _SPACE for mixer, _ in layers)
+    fields = {
+        "heads": config.get("mamba_num_heads", int, 128),
+        "head_size": config.get("mamba_head_dim", int, 64),
+        "groups": config.get("n_groups", int, 8),
+        "state_size": config.get("ssm_state_size", int, 128),
+        "kernel": config.get("conv_kernel", int, 4),
+        "conv_bias": config.get("use_conv_bias", bool, True),
+    }
+    has_mlp = tuple(mlp for _, mlp in layers)
+    return replace(
+        spec,
+        linear=space_spec(config, spaces, fields),
+        rotated_layers=(False,) * len(layers),
+        plain_mlp=True,
+        mlp_layers=None if all(has_mlp) else has_mlp,
+    )
+
+
+def _layers(config: Config) -> list[tuple[str, bool]]:
+    """Of each layer what mixes positions, and whether a feed-forward block is behind it."""
+    blocks = _blocks(config)
+    if _EXPERTS in blocks:
+        raise UnsupportedModelError(
+            f"{config.path}: the blocks are {blocks}, of which E have experts; supported are M (a "
+            "state space), * (attention) and - (a feed-forward layer)."
+        )
+    if _SPACE not in blocks:
+        raise UnsupportedModelError(
+            f"{config.path}: the blocks are {blocks}; supported is that some are M (state spaces)."
+        )
+    layers: list[tuple[str, bool]] = []
+    for block in blocks:
+        if block != _MLP:
+            layers.append((block, False))
+        elif layers and not layers[-1][1]:
+            layers[-1] = (layers[-1][0], True)
+        else:
+            raise UnsupportedModelError(
+                f"{config.path}: the blocks are {blocks}; supported is that each - (a feed-forward "
+                "layer) is behind an M (a state space) or a * (attention)."
+            )
+    return layers
+
+
+def _blocks(config: Config) -> str:
+    """The kinds of all blocks, from the pattern or one of the lists, which must agree."""
+    found: dict[str, str] = {}
+    if (pattern := config.get("hybrid_override_pattern", str, None)) is not None:
+        found["hybrid_override_pattern"] = pattern
+    for key in ("layers_block_type", "layer_types"):
+        kinds: list[Any] | None = config.get(key, list, None)
+        if kinds is not None:
+            found[key] = "".join(_KINDS.get(str(kind), "?") for kind in kinds)
+    count = config.get("num_hidden_layers", int, None)
+    blocks = next(iter(found.values()), "")
+    if not blocks or set(blocks) - set(_KINDS.values()):
+        raise UnsupportedModelError(
+            f"{config.path}: the blocks are {found or 'not named'}; supported is a "
+            "hybrid_override_pattern of M, *, - and E, or layers_block_type with entries from "
+            f"{', '.join(map(repr, _KINDS))}."
+        )
+    if len(set(found.values())) > 1 or count not in (None, len(blocks)):
+        raise CheckpointError(
+            f"{config.path} contradicts itself: blocks are {found}, and num_hidden_layers is "
+            f"{count}; correct what the model was not trained with."
+        )
+    return blocks
+
+
+_TENSORS: Final = TensorNames(
+    embedding="backbone.embeddings.weight",
+    final_norm="backbone.norm_f.weight",
+    layer="backbone.layers.{}.",
+    blocks=True,
+    input_norm="norm.weight",
+    post_norm="norm.weight",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    o=("mixer.o_proj",),
+    gate_up=("mixer.up_proj",),
+    down=("mixer.down_proj",),
+    space_in="mixer.in_proj",
+    space_conv="mixer.conv1d.weight",
+    space_conv_bias="mixer.conv1d.bias",
+    space_a_log="mixer.A_log",
+    space_dt_bias="mixer.dt_bias",
+    space_skip="mixer.D",
+    space_norm="mixer.norm.weight",
+    space_o="mixer.out_proj",
+    further=("mtp.",),
+)
+FAMILY: Final = Family(
+    name="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    spec=read_spec,
+    tensors=_TENSORS,
+    other_layouts=(
+        replace(
+            _TENSORS,
+            embedding="model.embeddings.weight",
+            final_norm="model.norm_f.weight",
+            layer="model.layers.{}.",
+        ),
+    ),
+)

@@ -1,0 +1,90 @@
+"""State spaces from `config.json`, in the spelling that Bamba and Granite share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config
+from onnxport.graphs.linear_spec import StateSpaceSpec
+
+UNBOUNDED: Final = [0.0, math.inf]  # the limits of steps, which are a softplus, that do nothing
+
+
+def mamba_spec(config: Config, layers: tuple[bool, ...]) -> StateSpaceSpec | None:
+    """Read the keys `mamba_…` of the layers that are such; None: no layer is.
+
+    Raises:
+        CheckpointError: A key is missing, of a wrong type, or contradicts another.
+        UnsupportedModelError: A value that is not supported.
+    """
+    hidden = config.require("hidden_size", int)
+    heads = config.get("mamba_n_heads", int, 128)
+    width = config.get("mamba_expand", int, 2) * hidden
+    head_size = config.get("mamba_d_head", object, "auto")
+    if head_size == "auto":
+        head_size = width // max(heads, 1)
+    sizes = {
+        "heads": heads,
+        "head_size": head_size,
+        "groups": config.get("mamba_n_groups", int, 1),
+        "state_size": config.get("mamba_d_state", int, 256),
+        "kernel": config.get("mamba_d_conv", int, 4),
+        "conv_bias": config.get("mamba_conv_bias", bool, True),
+    }
+    config.ignore("mamba_chunk_size")  # how long sequences are cut for a scan
+    check_plain(config, "mamba_proj_bias")
+    if not any(layers):
+        return None
+    if type(head_size) is not int or head_size * heads != width:
+        raise CheckpointError(
+            f"{config.path} contradicts itself: {heads} heads (mamba_n_heads) of {head_size!r} "
+            f"(mamba_d_head) are not mamba_expand * hidden_size = {width}."
+        )
+    return space_spec(config, layers, sizes)
+
+
+def space_spec(config: Config, layers: tuple[bool, ...], fields: dict[str, Any]) -> StateSpaceSpec:
+    """The layers of state spaces, of which not all may be such.
+
+    Raises:
+        CheckpointError: `fields` contradict each other.
+        UnsupportedModelError: No layer has attention.
+    """
+    if all(layers):
+        raise UnsupportedModelError(
+            f"{config.path}: none of the {len(layers)} layers has attention; supported is that "
+            "some have, and the others are state spaces."
+        )
+    try:
+        return StateSpaceSpec(layers=layers, **fields)
+    except ValueError as error:
+        raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
+
+
+def check_plain(config: Config, bias_key: str) -> None:
+    """Refuse biases of products, and limits of steps.
+
+    transformers applies limits where it reads a prompt, and none where it adds a token to it.
+
+    Raises:
+        UnsupportedModelError: There are some.
+    """
+    if config.get(bias_key, bool, False):
+        raise UnsupportedModelError(
+            f"{config.path}: {bias_key} is true; supported is false, which published models have."
+        )
+    limits = config.get("time_step_limit", list, UNBOUNDED)
+    if [_number(one) for one in limits] != UNBOUNDED:
+        raise UnsupportedModelError(
+            f"{config.path}: time_step_limit is {limits}; supported is {UNBOUNDED}, which limits "
+            "nothing and is what published models have."
+        )
+
+
+def _number(value: Any) -> Any:
+    """A number as transformers writes it, which is an object where JSON has none for it."""
+    if isinstance(value, dict) and value.keys() == {"__float__"}:
+        return {"Infinity": math.inf}.get(value["__float__"])
+    return value

@@ -1,0 +1,40 @@
+"""Feed-forward layers without gates, and layers without any, in an ArchSpec."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from onnxport.errors import ArtifactError
+from onnxport.graphs.spec import ArchSpec
+from tests.graphs.artifacts import SPEC as PLAIN
+
+BASE = replace(PLAIN, num_layers=3, sliding_window=(None,) * 3)
+SPEC = replace(BASE, hidden_act="relu2", plain_mlp=True, mlp_layers=(True, False, True))
+
+
+def test_it_survives_json() -> None:
+    stored = json.loads(json.dumps(SPEC.to_json()))
+    assert stored.keys() - BASE.to_json().keys() == {"plain_mlp", "mlp_layers"}
+    assert ArchSpec.from_json(stored) == SPEC
+    assert [SPEC.has_mlp(layer) for layer in range(3)] == [True, False, True]
+    assert all(map(BASE.has_mlp, range(3)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_layers": [True]}, "for 3 layers"),
+        ({"mlp_layers": [True, 1, True]}, "an entry that is no bool"),
+        ({"plain_mlp": 1}, "plain_mlp"),
+        ({"parallel_layers": True}, "plain_mlp does not go with parallel_layers"),
+        ({"output_norms": True}, "does not go with output_norms"),
+        ({"plain_mlp": None, "parallel_layers": True}, "mlp_layers does not go with parallel"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        ArchSpec.from_json({**SPEC.to_json(), **changes})
