@@ -90,7 +90,11 @@ def _cpu_lanes() -> list[Lane]:
         Lane("cpu-decomposed-served", "cpu", decomposed, COARSE_APART, precisions=QUANTIZED),
         *(
             Lane(
-                f"cpu-{kind}-cache", "cpu", {**large, "kv_cache_dtype": kind}, precisions=("fp32",)
+                f"cpu-{kind}-cache",
+                "cpu",
+                {**large, "kv_cache_dtype": kind},
+                precisions=("fp32",),
+                refused=HYBRID_FAMILIES,  # they would run, and few of their layers have a cache
             )
             for kind in ("float16", "bfloat16")
         ),
@@ -107,7 +111,7 @@ def _cpu_lanes() -> list[Lane]:
             {**custom, "kv_cache_dtype": "int4"},
             INT4_CACHE,
             precisions=("fp32",),
-            refused=LATENT_FAMILIES,
+            refused=(*LATENT_FAMILIES, *HYBRID_FAMILIES),
         ),
     ]
 

@@ -29,7 +29,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID
+from tests.exporter.checkpoints import HYBRID, SPACES
 from tests.providers.linear import Stateful
 
 Finder = Callable[[str, str], Path]
@@ -79,8 +79,14 @@ def in_steps(model: OrtModel, cuts: list[int], seed: int = 1) -> list[Logits]:
     return [np.concatenate(parts) for parts in found]
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next", "qwen3-next-dense-layers"])
-@pytest.mark.parametrize("provider", DEVICES)
+@pytest.mark.parametrize(
+    ("provider", "case"),
+    [
+        *((provider, "qwen3.5") for provider in DEVICES),
+        ("webgpu", "qwen3-next"),
+        ("migraphx", "qwen3-next-dense-layers"),
+    ],
+)
 def test_logits_are_the_references(find: Finder, provider: str, case: str) -> None:
     """Of prompts in a batch, in chunks of any size beside one another, and of single tokens."""
     path = find(case, "int4")
@@ -92,7 +98,20 @@ def test_logits_are_the_references(find: Finder, provider: str, case: str) -> No
                 np.testing.assert_allclose(found, logits, atol=1e-4 * logits.std(), rtol=0)
 
 
-@pytest.mark.parametrize("provider", DEVICES)
+@pytest.mark.parametrize(("provider", "case"), [("cuda", "granite-4"), ("migraphx", "nemotron-h")])
+def test_state_spaces(provider: str, case: str, tmp_path: Path) -> None:
+    """Which have no delta rule."""
+    peer = checkpoints.make(SPACES[case], tmp_path / "checkpoint")
+    options = ExportOptions(precision="fp32", threads=1)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    with loaded(path, provider) as model:
+        found = in_steps(model, [0, 20, 21])
+    for ids, logits in zip(PROMPTS, found, strict=True):
+        wanted = checkpoints.logits(peer, np.array(ids))
+        np.testing.assert_allclose(logits, wanted, atol=1e-4 * wanted.std(), rtol=0)
+
+
+@pytest.mark.parametrize("provider", ["cuda", "directml"])
 def test_16_bits(find: Finder, provider: str) -> None:
     """Convolutions keep what they read in the type of the activations, matrices are float32."""
     path = find("qwen3.5", "fp16")
