@@ -168,6 +168,17 @@ def test_rows_that_pad_have_a_tile_of_tokens_where_rows_do(
         assert np.diff(padded.inputs.cumulative_sequence_lengths).max() <= padded.query_tile
 
 
+def test_padding_is_cut_into_tiles_where_rows_are() -> None:
+    inputs = step([8, 8, 8, 8, 1], [0] * 5, 3, [4], 4)
+    for is_tile, wanted in ((True, [8, 8, 8, 7]), (False, [16, 15])):
+        buckets = Buckets(64, 8, 16, 4, row_is_tile=is_tile)
+        padded = pad(inputs, buckets, POOL).inputs
+        new = np.diff(padded.cumulative_sequence_lengths)[5:]
+        assert new[new > 0].tolist() == wanted
+        assert buckets.spare_blocks == 8, "31 tokens"
+    assert Buckets(64, 8, 16, 16, row_is_tile=True).spare_blocks == 4, "half empty ones"
+
+
 def test_rows_that_pad_leave_states_in_one_slot() -> None:
     inputs = step([5, 1], [0, 9], 3, [4, 5], 4)
     buckets = Buckets(64, 8, 32, 4, row_is_tile=True)
