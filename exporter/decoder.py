@@ -235,7 +235,7 @@ class _Decoder:
     def dense(self, role: str, x: str) -> str:
         """One feed-forward layer."""
         g, activate = self.g, _ACTIVATIONS[self.spec.hidden_act]
-        if self.spec.plain_mlp:
+        if self.spec.ungated:
             return self.linear(f"{role}.down", activate(g, self.linear(f"{role}.up", x)))
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)

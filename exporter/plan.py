@@ -135,7 +135,7 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             width = spec.attention_inputs(layer)
             matrices.update(_attention_matrices(spec, names, role, prefix, width))
         if experts is None and spec.has_mlp(layer):
-            parts = (names.gate_up, names.down)
+            parts = ((names.up,) if spec.ungated else names.gate_up, names.down)
             matrices.update(_feed_forward(spec, role, behind, parts, spec.intermediate_size))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
@@ -366,7 +366,7 @@ def _feed_forward(
     gate_up, down = names
     hidden, biased = spec.hidden_size, spec.mlp_bias
     back = _stacked(prefix, down, (hidden,), size, biased=biased)
-    first, rows = ("up", (size,)) if spec.plain_mlp else ("gate_up", (size, size))
+    first, rows = ("up", (size,)) if spec.ungated else ("gate_up", (size, size))
     return {
         role + first: _stacked(prefix, gate_up, rows, hidden, biased=biased),
         role + "down": replace(back, scale=spec.output_scale),

@@ -203,7 +203,7 @@ def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -
 
 def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
     """One feed-forward layer; [num_tokens, hidden]."""
-    if spec.plain_mlp:
+    if spec.ungated:
         activated = _ACTIVATIONS[spec.hidden_act](weights.linear(prefix + "up", x))
         return weights.linear(prefix + "down", activated)
     gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)

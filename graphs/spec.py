@@ -34,7 +34,8 @@ from onnxport.graphs.linear_spec import (
     linear_to_json,
 )
 
-HIDDEN_ACTS: Final = ("silu", "gelu_tanh", "relu2")  # the last is the square of ReLU
+GATES: Final = ("silu", "gelu_tanh")  # activations of feed-forward layers with a gate
+HIDDEN_ACTS: Final = (*GATES, "relu2")
 
 # RoPE type -> the optional RopeSpec fields that it needs (the others stay None).
 ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -156,7 +157,7 @@ class ArchSpec:
     # Attention and MLP read one norm, and what both make is added at once; None: one after another.
     parallel_layers: bool | None = None
     attention_gate: bool | None = None  # heads' output is times a sigmoid of a product; None: not
-    plain_mlp: bool | None = None  # one product and its activation, without a gate; None: gated
+    ungated: bool | None = None  # feed-forward layers are down(act(up)); None: down(act(gate) * up)
     mlp_layers: tuple[bool, ...] | None = None  # which have a feed-forward layer; None: all
 
     def __post_init__(self) -> None:
@@ -272,13 +273,18 @@ class ArchSpec:
             self.mlp_layers is None or len(self.mlp_layers) == self.num_layers,
             f"mlp_layers are {self.mlp_layers} for {self.num_layers} layers",
         )
+        require(
+            bool(self.ungated) or self.hidden_act in GATES or self.hidden_act not in HIDDEN_ACTS,
+            f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
+            f"one of {GATES}",
+        )
         others = {
             "experts": self.experts,
             "draft": self.draft,
             "parallel_layers": self.parallel_layers,
             "output_norms": self.mlp_layers and self.output_norms,
         }
-        for name in ("plain_mlp", "mlp_layers"):
+        for name in ("ungated", "mlp_layers"):
             found = [other for other, one in others.items() if one]
             require(
                 not (getattr(self, name) and found),
@@ -511,7 +517,7 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "latent": (dict, NONE),
     "linear": (dict, NONE),
     "attention_gate": (bool, NONE),
-    "plain_mlp": (bool, NONE),
+    "ungated": (bool, NONE),
     "mlp_layers": (list, NONE),
     "qk_norm_last": (bool, NONE),
     "layer_norms": (bool, NONE),
@@ -524,6 +530,6 @@ _LATER: Final = (
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
     *("experts", "attention_sinks", "stream_scale", "draft"),
     *("latent", "linear", "attention_gate", "qk_norm_last"),
-    *("layer_norms", "parallel_layers", "plain_mlp", "mlp_layers"),
+    *("layer_norms", "parallel_layers", "ungated", "mlp_layers"),
 )
 _LATER_OF_ROPE: Final = ("factors",)

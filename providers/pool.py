@@ -210,7 +210,7 @@ def converted_bytes(artifact: Artifact) -> int:
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
     linear = 0 if spec.linear is None else spec.linear.projected_width
     mixers = len(spec.cached_layers) * heads + len(spec.linear_layers) * linear
-    products = (2 if spec.plain_mlp else 3) * sum(map(spec.has_mlp, range(spec.num_layers)))
+    products = (2 if spec.ungated else 3) * sum(map(spec.has_mlp, range(spec.num_layers)))
     return 4 * spec.hidden_size * (mixers + products * spec.intermediate_size)
 
 

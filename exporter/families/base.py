@@ -41,6 +41,7 @@ class TensorNames:
     post_norm: str = "post_attention_layernorm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: tuple[str, ...] = ("mlp.down_proj",)
+    up: str = "mlp.up_proj"  # of feed-forward layers without a gate
     router: str = "mlp.gate"
     # With "{}" for the expert, or of one tensor that has all experts.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")

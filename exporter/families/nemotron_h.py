@@ -59,7 +59,6 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         mlp_bias=config.get("mlp_bias", bool, False),
         rope={"rope_type": "default", "rope_theta": 10_000.0},
         context_length=context_length,
-        hidden_act="relu2",
         epsilon="layer_norm_epsilon",
     )
     # Names that published files have besides for what transformers reads by others.
@@ -89,7 +88,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         spec,
         linear=space_spec(config, spaces, fields),
         rotated_layers=(False,) * len(layers),
-        plain_mlp=True,
+        hidden_act="relu2",
+        ungated=True,
         mlp_layers=None if all(has_mlp) else has_mlp,
     )
 
@@ -154,7 +154,7 @@ _TENSORS: Final = TensorNames(
     post_norm="norm.weight",
     qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
     o=("mixer.o_proj",),
-    gate_up=("mixer.up_proj",),
+    up="mixer.up_proj",
     down=("mixer.down_proj",),
     space_in="mixer.in_proj",
     space_conv="mixer.conv1d.weight",

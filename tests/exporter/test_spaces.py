@@ -259,7 +259,7 @@ def test_nemotron_h() -> None:
     assert (spec.num_layers, spec.cached_layers) == (31, (8, 12, 17, 22))
     assert spec.mlp_layers is not None
     assert [layer for layer in range(31) if not spec.has_mlp(layer)] == [3, 7, 11, 16, 21, 24]
-    assert (spec.plain_mlp, spec.hidden_act, spec.intermediate_size) == (True, "relu2", 15680)
+    assert (spec.ungated, spec.hidden_act, spec.intermediate_size) == (True, "relu2", 15680)
     assert spec.linear is not None
     assert spec.linear.conv_state == (128 * 80 + 2 * 8 * 128, 3)
     assert spec.linear.recurrent_state == (128, 80, 128)

@@ -13,12 +13,12 @@ from onnxport.graphs.spec import ArchSpec
 from tests.graphs.artifacts import SPEC as PLAIN
 
 BASE = replace(PLAIN, num_layers=3, sliding_window=(None,) * 3)
-SPEC = replace(BASE, hidden_act="relu2", plain_mlp=True, mlp_layers=(True, False, True))
+SPEC = replace(BASE, hidden_act="relu2", ungated=True, mlp_layers=(True, False, True))
 
 
 def test_it_survives_json() -> None:
     stored = json.loads(json.dumps(SPEC.to_json()))
-    assert stored.keys() - BASE.to_json().keys() == {"plain_mlp", "mlp_layers"}
+    assert stored.keys() - BASE.to_json().keys() == {"ungated", "mlp_layers"}
     assert ArchSpec.from_json(stored) == SPEC
     assert [SPEC.has_mlp(layer) for layer in range(3)] == [True, False, True]
     assert all(map(BASE.has_mlp, range(3)))
@@ -28,11 +28,15 @@ def test_it_survives_json() -> None:
     ("changes", "message"),
     [
         ({"mlp_layers": [True]}, "for 3 layers"),
+        ({"ungated": None}, "hidden_act 'relu2' needs layers without a gate, ungated"),
         ({"mlp_layers": [True, 1, True]}, "an entry that is no bool"),
-        ({"plain_mlp": 1}, "plain_mlp"),
-        ({"parallel_layers": True}, "plain_mlp does not go with parallel_layers"),
+        ({"ungated": 1}, "ungated"),
+        ({"parallel_layers": True}, "ungated does not go with parallel_layers"),
         ({"output_norms": True}, "does not go with output_norms"),
-        ({"plain_mlp": None, "parallel_layers": True}, "mlp_layers does not go with parallel"),
+        (
+            {"ungated": None, "hidden_act": "silu", "parallel_layers": True},
+            "mlp_layers does not go with parallel",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
