@@ -54,6 +54,8 @@ class Buckets:
     max_model_len: int  # tokens of the longest sequence
     block_size: int  # tokens
     tile_tokens: int = DEFAULT_TILE_TOKENS  # largest attention tile
+    # Rows, those that pad included, have a tile's tokens at most: graphs.passes.chunk_linear.
+    row_is_tile: bool = False
     few_widths: bool = False  # of block tables: powers of four, for what does not cost more for it
 
     def __post_init__(self) -> None:
@@ -83,20 +85,24 @@ class Buckets:
     def spare_blocks(self) -> int:
         """Blocks that padding needs behind the pool, whatever the step.
 
-        The widest table needs most: only the last block of a sequence may stay partly unused.
+        The widest table needs most: only the last block of a sequence may stay partly unused. Where
+        a row is a tile, the shortest tile may leave more of each unused.
         """
         tokens = _largest_gap(sizes_up_to(self.max_tokens))
-        rows = self.padding_rows(tokens, self.max_blocks)
-        return sum(-(-row // self.block_size) for row in rows)
+        tiles = {self.query_tile(chunk) for chunk in (1, _SHORT_TILE + 1)}
+        every = (self.padding_rows(tokens, self.max_blocks, tile) for tile in tiles)
+        return max(sum(-(-row // self.block_size) for row in rows) for rows in every)
 
     @property
     def slots_of_a_block(self) -> int:
         """Positions of a sequence that its first block holds."""
         return min(self.block_size, self.max_model_len)
 
-    def padding_rows(self, tokens: int, table_width: int) -> list[int]:
-        """How many tokens each padding row takes."""
+    def padding_rows(self, tokens: int, table_width: int, query_tile: int) -> list[int]:
+        """How many tokens each padding row takes, beside rows with attention tiles of so many."""
         most = min(table_width * self.block_size, self.max_model_len)
+        if self.row_is_tile:
+            most = min(most, query_tile)
         full, rest = divmod(tokens, most)
         return [most] * full + [rest] * (rest > 0)
 
@@ -123,9 +129,10 @@ class Buckets:
             padded = size_of(rows, self.max_rows)
             return StepShape(padded, padded, width, padded, 1)
         num_tokens = size_of(tokens, self.max_tokens)
-        padding = self.padding_rows(num_tokens - tokens, width)
+        tile = self.query_tile(longest_chunk)
+        padding = self.padding_rows(num_tokens - tokens, width, tile)
         num_rows = size_of(rows + len(padding), 2 * self.max_rows)
-        return StepShape(num_tokens, num_rows, width, num_rows, self.query_tile(longest_chunk))
+        return StepShape(num_tokens, num_rows, width, num_rows, tile)
 
     def _check(self, tokens: int, rows: int, blocks: int) -> None:
         """Refuse a step that no shape holds."""
@@ -190,13 +197,15 @@ class _Padding:
     table: NDArray[np.int32]  # [num_rows, table_width]
 
 
-def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
+def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int, spare_state: int = 0) -> PaddedStep:
     """Pad a step to one of `buckets.shapes()`; its own part stays as it is.
 
     Args:
         inputs: A step of at least one row.
         buckets: What steps may be.
         num_blocks: Blocks of the pool, behind which there are `buckets.spare_blocks` more.
+        spare_state: The slot that padding rows write their states to, where the model has some. All
+            of them do, and nobody reads it.
 
     Raises:
         ProviderError: The step is larger than the buckets; says which limit.
@@ -209,7 +218,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
     if longest == 1 and tokens == rows:
         padding = _decode_rows(buckets, num_tokens - rows, table_width, num_blocks)
     else:
-        chunks = buckets.padding_rows(num_tokens - tokens, table_width)
+        chunks = buckets.padding_rows(num_tokens - tokens, table_width, shape.query_tile)
         chunks += [0] * (shape.num_rows - rows - len(chunks))
         padding = _chunk_rows(buckets, chunks, table_width, num_blocks)
     table, *others = (
@@ -219,7 +228,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
     past = np.concatenate([inputs.past_sequence_lengths, padding.past])
     totals = lengths + past
     num_logits, wanted = len(lengths), len(inputs.logits_indices)
-    slots = inputs.adapter_slots
+    slots, reads, writes = inputs.adapter_slots, inputs.state_reads, inputs.state_writes
     padded = StepInputs(
         input_ids=_extended(inputs.input_ids, num_tokens, 0),
         block_table=table,
@@ -232,6 +241,8 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
             inputs.logits_indices[-1] if wanted else 0,
         ),
         adapter_slots=None if slots is None else _extended(slots, len(lengths), 0),
+        state_reads=None if reads is None else _extended(reads, len(lengths), 0),
+        state_writes=None if writes is None else _extended(writes, len(lengths), spare_state),
         more_block_tables=tuple(others),
     )
     return PaddedStep(padded_states(inputs, padded), shape.query_tile, wanted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.block_transfers import zeros_graph
 from onnxport.graphs.passes.accuracy import has_int8_products
+from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, KVFormat, LoadOptions
@@ -32,6 +34,7 @@ from onnxport.providers.device_blocks import (
 )
 from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
+from onnxport.providers.device_states import device_states
 from onnxport.providers.failures import reported
 from onnxport.providers.hidden_states import check_hidden_layers, final_features
 from onnxport.providers.mixed_layers import refuse_mixed_layers
@@ -48,7 +51,7 @@ from onnxport.providers.placement import check_host_operators, host_operators, p
 from onnxport.providers.pool import PoolPlan, plan_pool
 from onnxport.providers.recipe import Recipe
 from onnxport.providers.replay import DecodeReplay
-from onnxport.providers.states import refuse_states
+from onnxport.providers.states import plan_memory, refuse_adapters
 from onnxport.providers.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
@@ -77,8 +80,14 @@ def load_on_device(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
         )
-    refuse_states(artifact, recipe.provider)
     refuse_mixed_layers(artifact, recipe.provider)
+    refuse_adapters(artifact, options)
+    has_states = artifact.manifest.model.linear is not None
+    if options.capture_graphs and has_states:
+        raise ProviderError(
+            "capture_graphs was asked for; steps of a model that has layers with a state are not "
+            "replayed: leave it out"
+        )
     tells = check_hidden_layers(artifact, options) > 0 or artifact.manifest.model.draft is not None
     if options.capture_graphs and tells:
         raise ProviderError(
@@ -102,7 +111,7 @@ def load_on_device(
         can = recipe.capture_options is not None and lowering.attention == "native"
         # The host counts positions, by which such a model rotates in operators of its own.
         in_parts = bool(options.allowed_on_host) or bool(artifact.manifest.model.qk_norm_last)
-        captures = can and not emulate and not tells and not in_parts
+        captures = can and not emulate and not tells and not in_parts and not has_states
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -116,15 +125,25 @@ def load_on_device(
     held_bytes += lowering.adapter_bytes(steady=captures)
     if captures:
         held_bytes += BUCKET_ROWS * spec.num_logits * 4  # logits, which have a place of their own
-    pool = plan_pool(
+    plan = partial(
+        plan_pool,
         spec,
         options,
         block_size=lowering.block_size,
         item_bytes=item_bytes,
         free_bytes=recipe.free_bytes,
-        weight_bytes=held_bytes,
         buffer_bytes=recipe.buffer_bytes,
         groups=lowering.groups,
+    )
+    pool, states = plan_memory(
+        spec,
+        options,
+        recipe.free_bytes,
+        plan,
+        held_bytes,
+        conv_item_bytes=item_bytes,
+        num_spare=int(recipe.bucketed),
+        buffer_bytes=recipe.buffer_bytes,
     )
     attached = {name: ort_value(value) for name, value in converted.items()}
     session_options = _session_options(options, lowering.needs_library)
@@ -136,15 +155,18 @@ def load_on_device(
         check_host_operators(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
-    shape = cache_shape(model, lowering.groups.num_places)
-    buckets = _buckets(pool, captures=captures) if recipe.bucketed or captures else None
+    shape = cache_shape(model, lowering.groups.num_places, spec.cached_layers[0])
+    buckets = None
+    if recipe.bucketed or captures:
+        buckets = _buckets(pool, captures=captures, has_states=has_states)
     spare = max(1, buckets.spare_blocks) if buckets else 0
-    pool_bytes = pool.num_blocks * pool.block_bytes
+    pool_bytes = pool.num_blocks * pool.block_bytes + states.num_bytes
     with reported(f"making a KV cache of {pool_bytes} bytes and what it needs", recipe.device):
         caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
         group = TRANSFER_BLOCKS if recipe.bucketed else None
         blocks = DeviceBlocks(caches, shape, pool.num_blocks, target, group)
-        caches = layer_caches(caches, lowering.groups)
+        caches = layer_caches(caches, lowering.groups, spec.cached_layers)
+        caches += device_states(spec, states, TYPES[lowering.dtype], target)
         capabilities = _capabilities(artifact, recipe, lowering, pool)
         capabilities = replace(
             capabilities,
@@ -153,6 +175,8 @@ def load_on_device(
             emulated=emulate,
             # ONNX Runtime's kernels on a processor do, whatever the device would.
             int8_products=(emulate or recipe.int8_products) and has_int8_products(model),
+            state_slots=states.num_slots,
+            state_bytes=states.slot_bytes,
         )
         logits, replay = None, None
         if recipe.selects_logits:
@@ -164,7 +188,8 @@ def load_on_device(
             replay = DecodeReplay(session, caches, target, logits, buckets.widths, pool.block_size)
         step_memory = None
         if lowering.attention == "decomposed":
-            left_bytes = None if recipe.free_bytes is None else recipe.free_bytes - held_bytes
+            taken = held_bytes + states.num_bytes
+            left_bytes = None if recipe.free_bytes is None else recipe.free_bytes - taken
             step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, buckets)
         return OrtModel(
             session,
@@ -177,6 +202,7 @@ def load_on_device(
             lowering.adapters(target, steady=captures),
             step_memory=step_memory,
             device_logits=logits,
+            most_row_tokens=CHUNK_TOKENS if has_states else None,
         )
 
 
@@ -203,10 +229,10 @@ def _start(
         ) from error
 
 
-def _buckets(pool: PoolPlan, *, captures: bool) -> Buckets:
+def _buckets(pool: PoolPlan, *, captures: bool, has_states: bool) -> Buckets:
     limits = (BUCKET_TOKENS, BUCKET_ROWS, pool.max_model_len, pool.block_size)
     # A native PagedAttention looks up the blocks that there are; how wide the table is, is nothing.
-    return Buckets(*limits, few_widths=captures)
+    return Buckets(*limits, few_widths=captures, row_is_tile=has_states)
 
 
 def no_native_blocks(head_size: int) -> int:

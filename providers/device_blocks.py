@@ -170,26 +170,34 @@ def device_caches(
     return caches
 
 
-def layer_caches(caches: Sequence[CacheTensor], groups: LayerGroups) -> list[CacheTensor]:
+def layer_caches(
+    caches: Sequence[CacheTensor], groups: LayerGroups, layers: Sequence[int]
+) -> list[CacheTensor]:
     """The caches of all layers, where those of the places of a block are there: see LayerGroups.
 
     Args:
         caches: as `device_caches` makes them, of `groups.num_places` layers.
         groups: of the layers.
+        layers: those that have caches, `ArchSpec.cached_layers`.
     """
     parts = len(caches) // groups.num_places
-    names = list(graphs.cache_names(len(groups.places), parts))
     return [
-        CacheTensor(*names[parts * layer + which], caches[parts * place + which].value)
-        for layer, (_, place) in enumerate(groups.places)
-        for which in range(parts)
+        CacheTensor(*names, caches[parts * place + which].value)
+        for layer, (_, place) in zip(layers, groups.places, strict=True)
+        for which, names in enumerate(contract.cache_names(layer, parts))
     ]
 
 
-def cache_shape(model: onnx.ModelProto, num_layers: int) -> CacheShape:
-    """What the caches of a paged graph are, by its own declaration."""
-    first = next(graphs.cache_names(num_layers))[0]
-    info = next(info for info in model.graph.input if info.name == first)
+def cache_shape(model: onnx.ModelProto, num_layers: int, first_layer: int = 0) -> CacheShape:
+    """What the caches of a paged graph are, by its own declaration.
+
+    Args:
+        model: the graph.
+        num_layers: that a block has room for.
+        first_layer: the first that has caches.
+    """
+    infos = {info.name: info for info in model.graph.input}
+    info = infos[contract.past_key(first_layer)]
     kv_heads, head_size = (dim.dim_value for dim in info.type.tensor_type.shape.dim[2:])
-    parts = 2 if contract.past_value(0) in {info.name for info in model.graph.input} else 1
+    parts = 2 if contract.past_value(first_layer) in infos else 1
     return CacheShape(num_layers, kv_heads, head_size, info.type.tensor_type.elem_type, parts)

@@ -17,6 +17,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.paged import attention_nodes
 from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.chunk_linear import chunk_linear
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.emulated_kernels import emulate_kernels
 from onnxport.graphs.passes.group_tables import group_tables
@@ -144,6 +145,9 @@ class DeviceLowering:
             assert recipe.native is not None
             step = keep_native(step.model, recipe.native)
         yield step
+        if self._artifact.manifest.model.linear is not None:
+            step = chunk_linear(step.model)
+            yield step
         if self._emulate and self.needs_library is not None:
             step = emulate_kernels(step.model)
             yield step
@@ -203,7 +207,9 @@ class DeviceLowering:
     def _choose_dtype(self) -> str:
         """The type of activations and cache."""
         asked, allowed = self.options.dtype, self._recipe.dtypes
-        cache = next(i for i in self._graph.graph.input if i.name == contract.past_key(0))
+        spec = self._artifact.manifest.model
+        first = contract.past_key(spec.cached_layers[0])
+        cache = next(i for i in self._graph.graph.input if i.name == first)
         stored = cache.type.tensor_type.elem_type
         own = next(name for name, kind in TYPES.items() if kind == stored)
         if asked not in ("auto", *allowed):
@@ -212,6 +218,12 @@ class DeviceLowering:
                 f"{', '.join(allowed)} on {self._recipe.device}, ask for one of these or auto"
             )
         dtype = asked if asked != "auto" else own if own in allowed else allowed[0]
+        if spec.linear is not None and own == "float32" != dtype:
+            raise OptionError(
+                f"{self._recipe.provider} is to compute in {dtype}, but {self._artifact.path.name} "
+                "is stored in float32 and has layers that keep states, parts of which are not to "
+                "be rounded; ask for dtype float32, or export another precision than fp32"
+            )
         if self.options.kv_cache_dtype not in ("auto", dtype):
             raise OptionError(
                 f"kv_cache_dtype is {self.options.kv_cache_dtype!r}; the {self._recipe.provider} "

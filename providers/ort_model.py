@@ -17,6 +17,7 @@ from onnxport.providers.failures import device_error
 from onnxport.providers.hidden_states import HiddenStates, join_states
 from onnxport.providers.memory_plan import MEMORY_PLAN, plan_dimension
 from onnxport.providers.ort import CacheTensor
+from onnxport.providers.states import check_states
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class OrtModel(Transfers):
         is_host: bool = False,
         step_memory: StepMemory | None = None,
         device_logits: DeviceLogits | None = None,
+        most_row_tokens: int | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -63,6 +65,7 @@ class OrtModel(Transfers):
             step_memory: runs steps that would take more in parts; None: steps take what they take.
             device_logits: where logits are left, to bring to the host what is needed of them; None:
                 the session itself brings all of them.
+            most_row_tokens: new tokens that a run of the session takes of a row; None: any number.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
@@ -72,6 +75,7 @@ class OrtModel(Transfers):
         self._replay = replay
         self._step_memory = step_memory
         self._device_logits = device_logits
+        self._most_row_tokens = most_row_tokens
         self._adapters = adapters
         self._bound: Values | None = None  # weights of adapters
         self._run_options = None
@@ -81,7 +85,6 @@ class OrtModel(Transfers):
             self._run_options = run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
-        self._has_states = contract.STATE_READS in self._input_names
         self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
         # Of the second group of layers and those behind it.
         self._tables = [contract.block_table(i) for i in range(1, len(capabilities.windows))]
@@ -119,14 +122,12 @@ class OrtModel(Transfers):
             raise ProviderError(CLOSED)
         if self._adapters is None:
             refuse_slots(inputs)
-        self._check_states(inputs)
+        check_states(inputs, self._capabilities.state_slots)
         self._progress += 1
         try:
-            if self._step_memory is not None:
-                ranges = self._step_memory.split(inputs)
-                if len(ranges) > 1:
-                    return self._run_parts(inputs, ranges)
-            return self._run_whole(inputs)
+            if self._most_row_tokens is not None:
+                return self._run_chunks(inputs, self._most_row_tokens)
+            return self._run_rows(inputs)
         except (ProviderError, AssertionError):
             raise
         except Exception as error:
@@ -143,20 +144,31 @@ class OrtModel(Transfers):
             return super().set_adapter(slot, adapter)
         self._adapters.put(slot, adapter)
 
-    def _check_states(self, inputs: StepInputs) -> None:
-        """Refuse a step without slots for the states of its rows, or with some that are none."""
-        given = [inputs.state_reads is not None, inputs.state_writes is not None]
-        if given == [self._has_states] * 2:
-            return
-        if self._has_states:
-            raise ProviderError(
-                "this model keeps a state of each sequence, so a step needs state_reads and "
-                f"state_writes, slots 1 to {self._capabilities.state_slots}; one of them is missing"
-            )
-        raise ProviderError(
-            "this model keeps no states of sequences, and a step names slots for them; leave out "
-            "state_reads and state_writes"
-        )
+    def _run_chunks(self, inputs: StepInputs, most_tokens: int) -> NDArray[np.float32]:
+        """Run as many new tokens of each row as a run takes, then the next ones of those left."""
+        from onnxport.providers.chunk_steps import chunk_parts, cut
+
+        runs = cut(np.diff(inputs.cumulative_sequence_lengths).tolist(), most_tokens)
+        if len(runs) == 1:
+            return self._run_rows(inputs)
+        limits = self._capabilities
+        if inputs.summaries is not None:
+            inputs.summaries[:, -1] = contract.NO_SUMMARY
+        logits = np.empty((len(inputs.logits_indices), limits.vocab_size), np.float32)
+        for part, tokens, own in chunk_parts(inputs, runs, limits.block_size):
+            logits[own] = self._run_rows(part)[: len(own)]
+            if inputs.hidden_states is not None:
+                assert part.hidden_states is not None
+                inputs.hidden_states[tokens] = part.hidden_states
+        return logits
+
+    def _run_rows(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """Run a step whole, or in ranges of rows where it would take too much memory."""
+        if self._step_memory is not None:
+            ranges = self._step_memory.split(inputs)
+            if len(ranges) > 1:
+                return self._run_parts(inputs, ranges)
+        return self._run_whole(inputs)
 
     def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
         logits = self._run_padded(inputs)
@@ -205,7 +217,8 @@ class OrtModel(Transfers):
         from onnxport.providers.buckets import pad
 
         assert self._buckets is not None
-        return pad(inputs, self._buckets, self._capabilities.num_blocks)
+        limits = self._capabilities
+        return pad(inputs, self._buckets, limits.num_blocks, limits.state_slots + 1)
 
     def _compute(self, inputs: StepInputs, query_tile: int = 1) -> NDArray[np.float32] | None:
         """Run a step from and to host memory; `query_tile` is for graphs that want it.

@@ -11,7 +11,7 @@ After `decompose` and all passes that do not take subgraphs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -47,13 +47,26 @@ def decompose_linear(model: onnx.ModelProto) -> PassResult:
         ArtifactError: A node has what is not understood; or its sizes, which the states' pool and
             the weights of a convolution have, or its types are unknown.
     """
+    return rewrite_linear(model, LinearRewriter, "decompose_linear")
+
+
+def rewrite_linear(
+    model: onnx.ModelProto, make: Callable[[GraphBuilder, onnx.ModelProto], LinearRewriter], by: str
+) -> PassResult:
+    """Replace the operators by what a rewriter emits.
+
+    Args:
+        model: as for `decompose_linear`.
+        make: a rewriter of a copy of the model, which emits into a builder.
+        by: the name of the pass.
+    """
     copy = copy_model(model)
     found = [node for node in model.graph.node if is_linear_node(node)]
     if not found:
-        return PassResult("decompose_linear", copy, {})
+        return PassResult(by, copy, {})
     g = GraphBuilder("decomposed")
     g.reserve(names(copy) - {name for node in found for name in node.output})
-    rewriter = _Rewriter(g, copy)
+    rewriter = make(g, copy)
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         if is_linear_node(node):
@@ -66,10 +79,10 @@ def decompose_linear(model: onnx.ModelProto) -> PassResult:
     copy.graph.node.extend(nodes)
     copy.graph.initializer.extend(g.take_initializers())
     changes = Counter(f"{node.op_type} decomposed" for node in found)
-    return PassResult("decompose_linear", copy, dict(changes))
+    return PassResult(by, copy, dict(changes))
 
 
-class _Rewriter:
+class LinearRewriter:
     """Emits the replacement of each node."""
 
     def __init__(self, g: GraphBuilder, model: onnx.ModelProto) -> None:
@@ -95,7 +108,7 @@ class _Rewriter:
                 "[channels, 1, kernel]"
             )
         taps = int(weight.dims[2])
-        plan = self._plan(node.lengths, taps)
+        plan = self._plan(node.lengths, taps, node.input)
         state = g.node("Transpose", [self._float(node.state)], perm=[0, 2, 1])
         flat = g.node("Reshape", [state, self._ints([-1, weight.dims[0]])])
         inputs = g.node("Concat", [flat, self._float(node.input)], axis=0)
@@ -109,10 +122,10 @@ class _Rewriter:
         final = g.node("Transpose", [kept], perm=[0, 2, 1])
         self._return(final, node.state, node.final_state)
 
-    def _plan(self, lengths: str, taps: int) -> _ConvPlan:
+    def _plan(self, lengths: str, taps: int, like: str) -> _ConvPlan:
         if (lengths, taps) not in self._plans:
             with self._g.scope(_CONV_PLAN, root=True):
-                self._plans[lengths, taps] = _ConvPlan(self._g, lengths, taps)
+                self._plans[lengths, taps] = _ConvPlan(self._g, lengths, taps, like)
         return self._plans[lengths, taps]
 
     def _delta_net(self, node: DeltaNetNode) -> None:
@@ -222,8 +235,8 @@ class _ConvPlan:
         kept: int64 [batch, taps - 1], the rows that become a sequence's state.
     """
 
-    def __init__(self, g: GraphBuilder, lengths: str, taps: int) -> None:
-        """Emit what does not depend on a layer."""
+    def __init__(self, g: GraphBuilder, lengths: str, taps: int, like: str) -> None:
+        """Emit what does not depend on a layer; `like` is [num_tokens, …]."""
 
         def ints(values: Sequence[int] | int) -> str:
             return g.constant(np.array(values, np.int64), "ints")
@@ -234,7 +247,7 @@ class _ConvPlan:
         ends = g.node("Slice", [bounds, ints([1]), ints([2**31])])
         batch = g.node("Squeeze", [g.node("Shape", [starts])])
         states = g.node("Mul", [batch, ints(past)])  # rows ahead of the inputs
-        count = g.node("Squeeze", [g.node("Slice", [bounds, ints([-1]), ints([2**31])])])
+        count = g.node("Squeeze", [g.node("Shape", [like], start=0, end=1)])
         tokens = g.node("Range", [ints(0), count, ints(1)])
         column = g.node("Unsqueeze", [tokens, ints([1])])
         is_over = g.node("LessOrEqual", [g.node("Unsqueeze", [ends, ints([0])]), column])

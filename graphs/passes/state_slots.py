@@ -50,7 +50,7 @@ def use_state_slots(model: onnx.ModelProto) -> PassResult:
     found = {node.output[0]: node for node in model.graph.node if is_linear_node(node)}
     if not found:
         return PassResult("state_slots", copy, {})
-    graph = _Graph.of(model)
+    graph = StateGraph.of(model)
     fused: dict[str, onnx.NodeProto] = {}
     dropped: set[str] = set()
     for output, node in found.items():
@@ -85,8 +85,8 @@ class _Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    """What is looked up of a graph."""
+class StateGraph:
+    """What is looked up of a graph whose layers have states."""
 
     makers: Mapping[str, onnx.NodeProto]
     readers: Mapping[str, list[tuple[onnx.NodeProto, int]]]
@@ -94,7 +94,8 @@ class _Graph:
     outputs: frozenset[str]
 
     @classmethod
-    def of(cls, model: onnx.ModelProto) -> _Graph:
+    def of(cls, model: onnx.ModelProto) -> StateGraph:
+        """Look at a graph."""
         outputs = frozenset(info.name for info in model.graph.output)
         inputs = {info.name for info in model.graph.input}
         weights = {k: v for k, v in initializers(model).items() if k not in inputs}
@@ -188,7 +189,7 @@ class _Graph:
 
 
 def _fused(
-    node: CausalConvNode | DeltaNetNode, pool: _Pool, steps: _Steps | None, graph: _Graph
+    node: CausalConvNode | DeltaNetNode, pool: _Pool, steps: _Steps | None, graph: StateGraph
 ) -> onnx.NodeProto:
     slots = [pool.past, node.lengths, contract.STATE_READS, contract.STATE_WRITES]
     outputs = [node.output, pool.present]

@@ -53,8 +53,8 @@ from onnxport.providers.ort import (
 )
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
-from onnxport.providers.pool import PoolPlan, is_exact, least_bytes, plan_pool
-from onnxport.providers.states import StatePlan, plan_states, refuse_adapters
+from onnxport.providers.pool import PoolPlan, least_bytes, plan_pool
+from onnxport.providers.states import plan_memory, refuse_adapters
 
 if TYPE_CHECKING:
     from onnxport.providers.host_lora import HostLora
@@ -113,7 +113,7 @@ class CpuProvider:
         free_bytes = memory.available_bytes()
         groups = source.groups
         plan = _pool_planner(artifact, options, kernel, cache_dtype, groups, free_bytes)
-        plan_both = partial(_plan_memory, spec, options, free_bytes, plan)
+        plan_both = partial(plan_memory, spec, options, free_bytes, plan)
         # What cannot fit at all is refused before the lowering reads and converts weights.
         plan_both(least_bytes(artifact))
         lora = _host_lora(artifact, options, kernel)
@@ -179,25 +179,6 @@ def _pool_planner(
         free_bytes=free_bytes,
         groups=groups,
     )
-
-
-def _plan_memory(
-    spec: ArchSpec,
-    options: LoadOptions,
-    free_bytes: int,
-    plan: partial[PoolPlan],
-    weight_bytes: int,
-) -> tuple[PoolPlan, StatePlan]:
-    """Plan states in what weights leave, and the pool of K/V in what states do.
-
-    K/V whose size was asked for go first: how many states there are is nobody's wish most often.
-    """
-    if is_exact(options):
-        pool = plan(weight_bytes=weight_bytes)
-        kv_bytes = pool.num_blocks * pool.block_bytes
-        return pool, plan_states(spec, options, free_bytes, weight_bytes, kv_bytes)
-    states = plan_states(spec, options, free_bytes, weight_bytes)
-    return plan(weight_bytes=weight_bytes, state_bytes=states.num_bytes), states
 
 
 def _step_memory(artifact: Artifact, pool: PoolPlan, left_bytes: int) -> StepMemory:

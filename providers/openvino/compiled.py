@@ -21,14 +21,16 @@ def precision(compiled: Any) -> str:
 
 
 def cache_format(
-    compiled: Any, heads: tuple[int, int], *, transposed_keys: bool = False
+    compiled: Any, heads: tuple[int, int], *, transposed_keys: bool = False, layer: int = 0
 ) -> CacheFormat:
-    """What the plugin made of the caches; for the arguments see `caches.read_format`.
+    """What the plugin made of the caches of a layer, which are like all others.
+
+    For the other arguments see `caches.read_format`.
 
     Raises:
         ProviderError: the plugin stores them in a way that is not known here.
     """
-    (key_type, key), (value_type, value) = (_port(compiled.input(name(0))) for name in CACHES)
+    (key_type, key), (value_type, value) = (_port(compiled.input(name(layer))) for name in CACHES)
     if key_type != value_type or key_type not in NAMES:
         raise ProviderError(
             f"OpenVINO chose {key_type} keys and {value_type} values for the KV cache; known are "
@@ -43,9 +45,9 @@ def _port(port: Any) -> tuple[str, list[int]]:
     return port.get_element_type().to_string(), [dim.get_length() for dim in dims]
 
 
-def bind_caches(request: Any, pairs: Sequence[TensorPair]) -> None:
-    """Let an inference request use the caches of each layer."""
-    for layer, pair in enumerate(pairs):
+def bind_caches(request: Any, pairs: Sequence[TensorPair], layers: Sequence[int] = (0,)) -> None:
+    """Let an inference request use the caches of each of `layers`."""
+    for layer, pair in zip(layers, pairs, strict=True):
         for name, tensor in zip(CACHES, pair, strict=True):
             request.set_tensor(name(layer), tensor)
 

@@ -28,11 +28,13 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
+from onnxport.graphs.passes.chunk_linear import chunk_linear
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, SINKS, flatten_paged
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.row_states import take_row_states
 from onnxport.graphs.passes.split_experts import BIASES, MOE, QMOE, is_swiglu, split_experts
 from onnxport.graphs.passes.split_matmul import split_matmul
 from onnxport.providers.int8_experts import int8_experts
@@ -76,6 +78,11 @@ def lower(
     yield step
     if lora is not None:
         step = lora(step.model)
+        yield step
+    if artifact.manifest.model.linear is not None:
+        step = take_row_states(step.model)
+        yield step
+        step = chunk_linear(step.model, takes_tile=True)
         yield step
     yield flatten_paged(step.model)
 

@@ -74,6 +74,7 @@ class CpuPlugin:
             beside,
             LEVEL_DTYPES,
             has_experts=self.gathers_experts,
+            has_states=True,
         )
 
     def check(self, options: LoadOptions) -> None:

@@ -17,7 +17,9 @@ from onnxport.providers.adapters import Adapters, Arrays, Values, refuse_slots
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.failures import device_error
 from onnxport.providers.openvino.compiled import bind_caches
+from onnxport.providers.openvino.states import RowStates
 from onnxport.providers.openvino.tensors import TensorPair
+from onnxport.providers.states import check_states
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
 
@@ -41,6 +43,8 @@ class OpenVinoModel(Transfers):
         blocks: Blocks,
         memory: Sequence[Any],
         adapters: Adapters | None = None,
+        layers: Sequence[int] | None = None,
+        states: RowStates | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -52,6 +56,8 @@ class OpenVinoModel(Transfers):
             blocks: the same memory, for transfers.
             memory: what the weights point to; kept as long as the compiled model.
             adapters: the slots for LoRA adapters, made of `tensors_of`; None: no graph has any.
+            layers: those that have caches; None: all.
+            states: of those that have none; None: all have. Steps are cut into chunks then.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._requests = [(graph, graph.compiled.create_infer_request()) for graph in graphs]
@@ -59,11 +65,12 @@ class OpenVinoModel(Transfers):
         self._taken = [_names(graph.compiled.inputs) for graph in graphs]
         self._capabilities = capabilities
         self._adapters = adapters
+        self._states = states
         self._bound: dict[int, Values] = {}  # weights of adapters, by the request's number
         self._kept: tuple[Sequence[TensorPair], Sequence[Any]] = (pairs, memory)
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         for _, request in self._requests:
-            bind_caches(request, pairs)
+            bind_caches(request, pairs, range(len(pairs)) if layers is None else layers)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -74,10 +81,26 @@ class OpenVinoModel(Transfers):
         """See `providers.base.Model.run`."""
         if not self._requests:
             raise ProviderError(CLOSED)
-        import openvino as ov
-
         if self._adapters is None:
             refuse_slots(inputs)
+        check_states(inputs, self._capabilities.state_slots)
+        if self._states is None:
+            return self._run_whole(inputs)
+        from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
+        from onnxport.providers.chunk_steps import chunk_parts, cut
+
+        runs = cut(np.diff(inputs.cumulative_sequence_lengths).tolist(), CHUNK_TOKENS)
+        if len(runs) == 1:
+            return self._run_whole(inputs)
+        rows, limits = len(inputs.logits_indices), self._capabilities
+        logits = np.empty((rows, limits.vocab_size), np.float32)
+        for part, _, own in chunk_parts(inputs, runs, limits.block_size):
+            logits[own] = self._run_whole(part)[: len(own)]
+        return logits
+
+    def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
+        import openvino as ov
+
         num_tokens = len(inputs.input_ids)
         number = self._choose(inputs)
         graph, request = self._requests[number]
@@ -85,14 +108,19 @@ class OpenVinoModel(Transfers):
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
         logits = self._logits[:rows]
+        reads, writes = inputs.state_reads, inputs.state_writes
         try:
             for name, array in flat_inputs(inputs, self._capabilities.block_size).items():
                 if name in self._taken[number]:
                     request.set_tensor(name, ov.Tensor(array))
             if self._adapters is not None and graph.adapted:
                 self._bind_adapters(self._adapters, number, inputs)
+            if self._states is not None and reads is not None and writes is not None:
+                self._states.bind(request, reads, writes)
             request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
             request.infer()
+            if self._states is not None and writes is not None:
+                self._states.keep(writes)
         except ProviderError:
             raise
         except Exception as error:
@@ -135,6 +163,7 @@ class OpenVinoModel(Transfers):
         self._adapters = None
         self._bound = {}
         self._kept = ((), ())
+        self._states = None
 
 
 def flat_inputs(inputs: StepInputs, block_size: int) -> dict[str, NDArray[Any]]:
@@ -152,6 +181,7 @@ def flat_inputs(inputs: StepInputs, block_size: int) -> dict[str, NDArray[Any]]:
         flat_paged.POSITIONS: np.arange(len(inputs.input_ids)) + shift,
         flat_paged.BLOCK_INDICES: table[np.arange(table.shape[1]) < used[:, None]],
         flat_paged.BLOCK_INDICES_BEGINS: np.cumsum([0, *used], dtype=np.int32),
+        contract.QUERY_TILE: np.zeros(inputs.attention_metadata[0], np.int8),
         flat_paged.MAX_CONTEXT_LEN: inputs.attention_metadata[1:2].reshape(()),
     }
 

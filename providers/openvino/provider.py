@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import onnx
@@ -19,6 +20,7 @@ from onnxport.graphs.passes.flat_paged import flatten_paged, has_sinks
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.split_experts import MOE, QMOE
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.base import (
     Capabilities,
@@ -45,8 +47,9 @@ from onnxport.providers.openvino.lora import OpenVinoLora
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
+from onnxport.providers.openvino.states import RowStates
 from onnxport.providers.pool import PoolPlan, check_weights, converted_bytes, plan_pool
-from onnxport.providers.states import refuse_states
+from onnxport.providers.states import plan_memory, refuse_adapters, refuse_states
 
 logger = logging.getLogger(__name__)
 
@@ -115,13 +118,15 @@ class OpenVinoProvider:
             raise ProviderError(reason)
         refuse_hidden_states(artifact, options, self.name)
         refuse_latents(artifact, self.name)
-        refuse_states(artifact, self.name)
         refuse_mixed_layers(artifact, self.name)
+        refuse_adapters(artifact, options)
         core = new_core()
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
         _check_attention(options)
         plugin.check(options)
         spec = artifact.manifest.model
+        if spec.linear is not None:
+            options = _for_states(artifact, plugin, options)
         lora = _lora(artifact, plugin, options)
         host_bytes = memory.available_bytes()
         check_weights(host_bytes, converted_bytes(artifact))  # before they are made
@@ -153,30 +158,57 @@ class OpenVinoProvider:
         ]
         _check_precision(graphs[-1].compiled, plugin, options)
         _check_experts(model, graphs)
-        form = _check_caches(graphs, plugin, (spec.num_kv_heads, spec.head_size), options)
+        form = _check_caches(graphs, plugin, spec, options)
         token_bytes = form.layer_bytes / form.block_size
-        pool = plan_pool(
+        plan = partial(
+            plan_pool,
             spec,
             options,
             block_size=form.block_size,
             item_bytes=token_bytes / (2 * spec.num_kv_heads * spec.head_size),
             free_bytes=room.free_bytes,
-            weight_bytes=room.weight_bytes + (lora.num_bytes() if lora else 0),
             buffer_bytes=room.buffer_bytes,
         )
+        held_bytes = room.weight_bytes + (lora.num_bytes() if lora else 0)
+        pool, states = plan_memory(spec, options, room.free_bytes, plan, held_bytes)
         capabilities = _capabilities(artifact, core, plugin, graphs[-1].compiled, form, pool)
         capabilities = replace(
             _with_adapters(capabilities, options),
             int8_products=_has_products(model) and any(build.quantizes for build in builds),
+            state_slots=states.num_slots,
+            state_bytes=states.slot_bytes,
         )
+        layers = spec.cached_layers
         try:
-            pairs, blocks = plugin.allocate(core, form, spec.num_layers, pool.num_blocks)
+            pairs, blocks = plugin.allocate(core, form, len(layers), pool.num_blocks)
+            rows = RowStates(spec, states) if states.num_slots else None
         except Exception as error:  # OpenVINO's own classes derive from Exception alone
             doing = f"making a KV cache of {pool.num_blocks * pool.block_bytes} bytes"
             raise device_error(error, doing, capabilities.device) from error
         adapters = lora.adapters() if lora else None
         held = [tensor for one in converted for tensor in one.memory]
-        return OpenVinoModel(graphs, capabilities, pairs, blocks, held, adapters)
+        return OpenVinoModel(graphs, capabilities, pairs, blocks, held, adapters, layers, rows)
+
+
+def _for_states(artifact: Artifact, plugin: Plugin, options: LoadOptions) -> LoadOptions:
+    """Options of a model that has layers with a state, which are computed in float32.
+
+    What is added to a state counts for all tokens that follow, and OpenVINO has no type for a part
+    of a graph.
+
+    Raises:
+        ProviderError: the device is no processor, or another type was asked for.
+    """
+    if plugin.device != "CPU":
+        refuse_states(artifact, f"openvino on a {plugin.device}")
+    asked = replace(options, dtype="float32")
+    if options.dtype not in ("auto", "float32"):
+        raise ProviderError(
+            f"dtype is {options.dtype!r}; OpenVINO computes layers that keep states, which "
+            f"{artifact.path.name} has, in float32 alone: ask for that or auto"
+        )
+    plugin.check(asked)
+    return asked
 
 
 def _lora(artifact: Artifact, plugin: Plugin, options: LoadOptions) -> OpenVinoLora | None:
@@ -327,11 +359,12 @@ def _check_experts(model: onnx.ModelProto, graphs: Sequence[Graph]) -> None:
 
 
 def _check_caches(
-    graphs: Sequence[Graph], plugin: Plugin, heads: tuple[int, int], options: LoadOptions
+    graphs: Sequence[Graph], plugin: Plugin, spec: ArchSpec, options: LoadOptions
 ) -> CacheFormat:
     """What the plugin made of the caches, held to what was asked for."""
+    heads, first = (spec.num_kv_heads, spec.head_size), spec.cached_layers[0]
     forms = [
-        cache_format(graph.compiled, heads, transposed_keys=plugin.transposed_keys)
+        cache_format(graph.compiled, heads, transposed_keys=plugin.transposed_keys, layer=first)
         for graph in graphs
     ]
     form = forms[0]

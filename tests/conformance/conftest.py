@@ -14,6 +14,7 @@ from onnxport.providers import registry
 from onnxport.providers.base import Model
 from tests.conformance.lanes import Found, Lane, all_lanes
 from tests.conformance.make import CASES, ONCE, SOFTWARE, artifact_path, make_artifact
+from tests.conformance.models import Slotted
 from tests.conformance.reference import Reference
 from tests.conformance.rules import Rule, rule_of, with_experts
 
@@ -196,6 +197,8 @@ def _load(
 ) -> Iterator[Loaded]:
     path = artifact(one.family, one.precision)
     model = one.lane.open(path)
+    if model.capabilities.state_slots:
+        model = Slotted(model)
     rule = one.lane.rule or rule_of(model.capabilities)
     wanted = reference(one.family, one.precision)
     if wanted.spec.experts is not None:

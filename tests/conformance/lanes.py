@@ -15,13 +15,14 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers import registry
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
-from tests.conformance.make import AWQ, LATENT, MIXED, MXFP4, PRECISIONS
+from tests.conformance.make import AWQ, HYBRID, LATENT, MIXED, MXFP4, PRECISIONS
 from tests.conformance.rules import Rule
 
 POOL_TOKENS = 1024
 BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
 LATENT_FAMILIES = tuple(family for family, _ in LATENT)
 MIXED_FAMILIES = tuple(family for family, _ in MIXED)
+HYBRID_FAMILIES = tuple(family for family, _ in HYBRID)
 QUANTIZED = ("int8", "int4", AWQ, MXFP4)
 # An int8 cache whose scales each token has to itself: coarse, and the same in any batch. Attention
 # of random weights is steep; measured: 0.41, and mostly below 0.2; of latents with experts 1.4.
@@ -90,7 +91,11 @@ def _cpu_lanes() -> list[Lane]:
         Lane("cpu-decomposed-served", "cpu", decomposed, COARSE_APART, precisions=QUANTIZED),
         *(
             Lane(
-                f"cpu-{kind}-cache", "cpu", {**large, "kv_cache_dtype": kind}, precisions=("fp32",)
+                f"cpu-{kind}-cache",
+                "cpu",
+                {**large, "kv_cache_dtype": kind},
+                precisions=("fp32",),
+                refused=HYBRID_FAMILIES,  # they would run, and few of their layers have a cache
             )
             for kind in ("float16", "bfloat16")
         ),
@@ -107,7 +112,7 @@ def _cpu_lanes() -> list[Lane]:
             {**custom, "kv_cache_dtype": "int4"},
             INT4_CACHE,
             precisions=("fp32",),
-            refused=LATENT_FAMILIES,
+            refused=(*LATENT_FAMILIES, *HYBRID_FAMILIES),
         ),
     ]
 
@@ -141,8 +146,8 @@ def _device_lanes() -> list[Lane]:
             replayed,
             emulated=True,
             precisions=halves,
-            # steps of decomposed attention are not replayed
-            refused=(*LATENT_FAMILIES, *MIXED_FAMILIES),
+            # Steps of decomposed attention are not replayed, nor those of layers with a state.
+            refused=(*LATENT_FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES),
         )
     )
     for name in registry.EMULATED:

@@ -38,10 +38,13 @@ LATENT: Final = (
 )
 # Layers that differ in their heads or share keys and values, which only the processor has.
 MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
+# Layers with a state in place of keys and values.
+HYBRID: Final = (("qwen3.5", "fp32"),)
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
     *MIXED,
+    *HYBRID,
     ("afmoe", "fp16"),
     ("afmoe-dense", "int4"),
     ("apertus", "int4"),
@@ -99,7 +102,7 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
         from tests.exporter import checkpoints
 
         checkpoint = path.with_name("checkpoint")
-        checkpoints.make(checkpoints.CASES[case], checkpoint)
+        checkpoints.make({**checkpoints.CASES, **checkpoints.HYBRID}[case], checkpoint)
         if precision == AWQ:
             from tests.exporter import integers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,56 @@ class Wrapped:
         self._model.set_adapter(slot, adapter)
 
     def close(self) -> None: ...
+
+
+class Slotted(Wrapped):
+    """A model that keeps states, which finds the slots of steps that name none by their blocks.
+
+    A state is that of the block which holds a sequence's last token, and of its length. So a copy
+    of that block goes on from it, too; one that nobody has written from the state of no tokens.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._held: OrderedDict[tuple[int, int], int] = OrderedDict()
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        if inputs.state_reads is not None:
+            self._held.clear()  # an engine has slots of its own
+            return self._model.run(inputs)
+        past = inputs.past_sequence_lengths.tolist()
+        new = np.diff(inputs.cumulative_sequence_lengths).tolist()
+        before = [self._key(*one) for one in zip(inputs.block_table, past, strict=True)]
+        totals = [old + more for old, more in zip(past, new, strict=True)]
+        behind = [self._key(*one) for one in zip(inputs.block_table, totals, strict=True)]
+        reads = [self._held.get(key, 0) if key[1] else 0 for key in before]
+        writes = self._free(reads)
+        changes = {
+            "state_reads": np.array(reads, np.int32),
+            "state_writes": np.array(writes, np.int32),
+        }
+        logits = self._model.run(dataclasses.replace(inputs, **changes))
+        self._held.update(zip(behind, writes, strict=True))
+        return logits
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        super().copy_blocks(sources, targets)
+        to = dict(zip(sources, targets, strict=True))
+        copied = {(to[b], n): slot for (b, n), slot in self._held.items() if b in to}
+        self._held.update(copied)
+
+    def close(self) -> None:
+        self._model.close()
+
+    def _key(self, table: NDArray[np.int32], length: int) -> tuple[int, int]:
+        return int(table[max(0, length - 1) // self.capabilities.block_size]), length
+
+    def _free(self, reads: Sequence[int]) -> list[int]:
+        """A slot for each row, which no row reads; the longest held ones are given up."""
+        every = set(range(1, self.capabilities.state_slots + 1)) - set(reads)
+        while len(free := sorted(every - set(self._held.values()))) < len(reads):
+            self._held.popitem(last=False)
+        return free[: len(reads)]
 
 
 class FewSlots(Wrapped):

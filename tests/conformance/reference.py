@@ -29,7 +29,10 @@ class ArtifactWeights:
 
     def vector(self, role: str) -> Array:
         """See `WeightSource`."""
-        return self._values[f"{role}.weight"].astype(np.float32)
+        kind = (
+            "kernel" if role.endswith(".conv") else "weight"
+        )  # of a convolution, [channels, 1, taps]
+        return self._values[f"{role}.{kind}"].astype(np.float32)
 
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""

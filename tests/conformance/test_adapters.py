@@ -21,11 +21,12 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
 from tests.conformance.conftest import Combination, chosen_lanes, combinations, is_fast
 from tests.conformance.lanes import Lane
-from tests.conformance.make import DIAGONAL, LATENT, MIXED
+from tests.conformance.make import DIAGONAL, HYBRID, LATENT, MIXED
 from tests.conformance.models import FewSlots, step
 from tests.conformance.rules import Rule, check_logits, check_tokens, rule_of
 from tests.conformance.workload import PROMPTS
 
+UNADAPTED = (*LATENT, *HYBRID, *MIXED)  # whose layers are not adapted, or not all of them
 WHOLE = ("cpu-custom", "cpu-decomposed", "openvino")  # lanes of every family in every precision
 ROWS = (0, 2, 1, 3, 1)  # the adapter of each prompt, as a slot; 0: none
 TOKENS = [prompt[:19] for prompt in PROMPTS[: len(ROWS)]]
@@ -67,7 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for lane in chosen_lanes(metafunc.config):
         for one in combinations(lane):
             pair = (one.family, one.precision)
-            if (lane.name not in WHOLE and pair not in DIAGONAL) or pair in (*LATENT, *MIXED):
+            if (lane.name not in WHOLE and pair not in DIAGONAL) or pair in UNADAPTED:
                 continue
             slow = [] if is_fast(one) else [pytest.mark.slow]
             name = f"{lane.name}-{one.family}-{one.precision}"

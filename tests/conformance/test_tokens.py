@@ -56,7 +56,11 @@ def cached(model: Model) -> Outcome:
     outcome = serve(model, rounds=2)
     size = model.capabilities.block_size
     # all full blocks but for the one that holds the last token of a prompt
-    assert outcome.num_cached_tokens == sum((len(p) - 1) // size * size for p in PROMPTS)
+    every = sum((len(p) - 1) // size * size for p in PROMPTS)
+    if model.capabilities.state_slots:  # and of states some
+        assert 0 < outcome.num_cached_tokens <= every
+    else:
+        assert outcome.num_cached_tokens == every
     return outcome
 
 
@@ -65,6 +69,8 @@ def recomputed(model: Model) -> Outcome:
 
 
 def swapped(model: Model) -> Outcome:
+    if model.capabilities.state_slots:
+        pytest.skip("blocks of a model that keeps states do not leave its device")
     outcome = preempted(model, preemption="swap", kv_host_memory=TIER_BYTES)
     assert outcome.stats.num_blocks_loaded > 0
     return outcome
@@ -115,6 +121,8 @@ def test_together(loaded: Loaded, alone: list[list[int]], way: Callable[[Model],
 def test_a_sequence_moves_in_mid_generation(movable: Loaded) -> None:
     """Prefilled on one provider, decoded on the other; there and back, and the other way round."""
     here, size = movable.model, movable.model.capabilities.block_size
+    if here.capabilities.state_slots:
+        pytest.skip("states do not move from one provider to another")
     blocks = [9, 4, 7, 2][: -(-(len(SYSTEM) + NEW_TOKENS) // size)]
     there = partner_of(movable.lane).open(movable.path, block_size=size)
 

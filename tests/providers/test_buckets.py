@@ -67,10 +67,12 @@ def steps(draw: st.DrawFn, *, decoding: bool = False) -> tuple[Buckets, StepInpu
         block_size=draw(st.sampled_from([1, 3, 4, 16, 32])),
         tile_tokens=draw(st.sampled_from([1, 8, 64])),
         few_widths=draw(st.booleans()),
+        row_is_tile=draw(st.booleans()),
     )
+    longest_row = buckets.tile_tokens if buckets.row_is_tile else buckets.max_tokens
     new: list[int] = []
     for _ in range(draw(st.integers(1, buckets.max_rows))):
-        most = min(buckets.max_model_len, buckets.max_tokens - sum(new))
+        most = min(buckets.max_model_len, buckets.max_tokens - sum(new), longest_row)
         if most >= 1:
             new.append(1 if decoding else draw(st.integers(1, most)))
     past = [draw(st.integers(0, buckets.max_model_len - count)) for count in new]
@@ -153,6 +155,46 @@ def test_a_padded_step_is_a_valid_step(case: tuple[Buckets, StepInputs]) -> None
     assert padded.attention_metadata.tolist() == [new.max(), totals.max(), totals.max()]
     assert padded.attention_metadata.dtype == np.int32
     assert (padded.logits_indices < len(padded.input_ids)).all()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(steps() | steps(decoding=True))
+def test_rows_that_pad_have_a_tile_of_tokens_where_rows_do(
+    case: tuple[Buckets, StepInputs],
+) -> None:
+    buckets, inputs = case
+    padded = pad(inputs, buckets, POOL)
+    if buckets.row_is_tile:
+        assert np.diff(padded.inputs.cumulative_sequence_lengths).max() <= padded.query_tile
+
+
+def test_padding_is_cut_into_tiles_where_rows_are() -> None:
+    inputs = step([8, 8, 8, 8, 1], [0] * 5, 3, [4], 4)
+    for is_tile, wanted in ((True, [8, 8, 8, 7]), (False, [16, 15])):
+        buckets = Buckets(64, 8, 16, 4, row_is_tile=is_tile)
+        padded = pad(inputs, buckets, POOL).inputs
+        new = np.diff(padded.cumulative_sequence_lengths)[5:]
+        assert new[new > 0].tolist() == wanted
+        assert buckets.spare_blocks == 8, "31 tokens"
+    assert Buckets(64, 8, 16, 16, row_is_tile=True).spare_blocks == 4, "half empty ones"
+
+
+def test_rows_that_pad_leave_states_in_one_slot() -> None:
+    inputs = step([5, 1], [0, 9], 3, [4, 5], 4)
+    buckets = Buckets(64, 8, 32, 4, row_is_tile=True)
+    assert pad(inputs, buckets, 100, 7).inputs.state_reads is None
+    reads, writes = np.array([0, 3], np.int32), np.array([2, 1], np.int32)
+    for counts in ([5, 1], [1, 1]):
+        inputs = step(counts, [0, 9], 3, [1], 4)
+        padded = pad(
+            replace(inputs, state_reads=reads, state_writes=writes), buckets, 100, 7
+        ).inputs
+        assert padded.state_reads is not None
+        assert padded.state_writes is not None
+        more = len(padded.block_table) - 2
+        assert padded.state_reads.tolist() == [0, 3, *[0] * more]
+        assert padded.state_writes.tolist() == [2, 1, *[7] * more]
+        assert padded.state_reads.dtype == padded.state_writes.dtype == np.int32
 
 
 @settings(max_examples=examples(300), deadline=None)

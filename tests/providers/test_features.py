@@ -57,6 +57,7 @@ def test_openvino_s_own_device_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
         {"bfloat16": ("int8", "bfloat16")},
         {1: "float32", 2: "float32", 3: "bfloat16"},
         has_experts=platform.machine() in ("x86_64", "AMD64"),
+        has_states=True,
     )
 
 

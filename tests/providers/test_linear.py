@@ -1,4 +1,4 @@
-"""Models with layers of linear attention on the `cpu` provider, and who refuses them."""
+"""Models with layers of linear attention on the `cpu` provider."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from onnxport.providers.cpu.provider import CpuProvider
 from onnxport.providers.cpu.state_pools import allocate_states
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.pool import plan_pool
-from onnxport.providers.registry import get_provider
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from tests.exporter import checkpoints
 from tests.exporter.checkpoints import HYBRID, SPACES
@@ -250,22 +249,6 @@ def test_other_models_have_no_states(tiny_artifact: ArtifactMaker) -> None:
         inputs = Stateful(model, 1).inputs({0: [1, 2]}, [1])
         with pytest.raises(ProviderError, match="keeps no states of sequences"):
             model.run(inputs)
-
-
-@pytest.mark.parametrize("provider", ["cuda", "webgpu", "migraphx", "directml"])
-def test_devices_refuse_them(made: Maker, provider: str) -> None:
-    path, _ = made("qwen3.5", "fp32")
-    wanted = f"the {provider} provider does not run layers of linear attention.*; cpu does"
-    with pytest.raises(ProviderError, match=wanted):
-        get_provider(provider, emulate=True).load(Artifact.read(path), LoadOptions())
-
-
-def test_openvino_refuses_them(made: Maker) -> None:
-    pytest.importorskip("openvino")
-    path, _ = made("qwen3.5", "fp32")
-    wanted = "the openvino provider does not run layers of linear attention.*; cpu does"
-    with pytest.raises(ProviderError, match=wanted):
-        get_provider("openvino").load(Artifact.read(path), LoadOptions())
 
 
 @pytest.mark.parametrize("attention", KINDS)

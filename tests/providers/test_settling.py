@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -302,7 +303,8 @@ def test_progress_is_odd_while_a_step_runs() -> None:
             self._buckets = None
             self._step_memory = None
             self._device = "none"
-            self._has_states = False
+            self._most_row_tokens = None
+            self._capabilities: Any = SimpleNamespace(state_slots=0)
             self._progress = 0
 
         def _compute(self, inputs: Any, query_tile: int = 1) -> Any:

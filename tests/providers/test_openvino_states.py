@@ -1,0 +1,149 @@
+"""Models with layers of linear attention on OpenVINO, which takes the states of a step's rows."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.openvino import provider as openvino
+from onnxport.providers.openvino.gpu import GpuPlugin
+from onnxport.providers.openvino.model import OpenVinoModel
+from onnxport.providers.states import state_bytes
+from tests.conformance.reference import Reference
+from tests.exporter import checkpoints
+from tests.exporter.checkpoints import HYBRID, SPACES
+from tests.providers.linear import Stateful
+from tests.providers.models import opened
+
+if importlib.util.find_spec("openvino") is None:
+    pytest.skip("openvino is not installed", allow_module_level=True)
+
+Finder = Callable[[str], Path]
+EXACT: Mapping[str, Any] = {"matmul_accuracy_level": 1, "kv_cache_dtype": "float32"}
+PROMPTS = [checkpoints.tokens(seed, count).tolist() for seed, count in enumerate((24, 64, 90))]
+
+
+@pytest.fixture(scope="module")
+def find(tmp_path_factory: pytest.TempPathFactory) -> Finder:
+    """Returns `find(case) -> artifact folder`, in int4."""
+    found: dict[str, Path] = {}
+
+    def make(case: str) -> Path:
+        if case not in found:
+            folder = tmp_path_factory.mktemp(case)
+            checkpoints.make(HYBRID[case], folder / "checkpoint")
+            options = ExportOptions(precision="int4", threads=1, group_size=32)
+            found[case] = export_model(folder / "checkpoint", folder / "artifact", options)
+        return found[case]
+
+    return make
+
+
+def in_steps(model: Model, cuts: Sequence[int], which: Sequence[int]) -> list[NDArray[Any]]:
+    """Prompts beside one another, cut at the same places."""
+    run, found = Stateful(model, 3, 1), {row: [] for row in which}  # type: ignore[var-annotated]
+    for first, last in zip(cuts, [*cuts[1:], None], strict=True):
+        new = {row: PROMPTS[row][first:last] for row in which if PROMPTS[row][first:last]}
+        for row, logits in run.run(new, tries=2).items():
+            found[row].append(logits)
+    return [np.concatenate(parts) for parts in found.values()]
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next"])
+def test_logits_are_the_references(find: Finder, case: str) -> None:
+    """Alone, where states are read and written in their slots, and in batches, where they are not.
+
+    Each step is thrown away once: nothing that it writes is read by its second try.
+    """
+    reference = Reference(find(case))
+    with opened(find(case), None, provider="openvino", state_slots=8, **EXACT) as model:
+        for cuts in ([0], [0, 7, 8, 9, 20], [0, 81]):
+            for which in ([2], [0, 1, 2]):
+                for row, found in zip(which, in_steps(model, cuts, which), strict=True):
+                    wanted = reference.logits(PROMPTS[row])
+                    np.testing.assert_allclose(found, wanted, atol=1e-4 * wanted.std(), rtol=0)
+
+
+def test_state_spaces(tmp_path: Path) -> None:
+    """Which have no delta rule."""
+    peer = checkpoints.make(SPACES["granite-4"], tmp_path / "checkpoint")
+    options = ExportOptions(precision="fp32", threads=1)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    with opened(path, None, provider="openvino", state_slots=8, **EXACT) as model:
+        found = in_steps(model, [0, 20, 21], [0, 1, 2])
+    for ids, logits in zip(PROMPTS, found, strict=True):
+        wanted = checkpoints.logits(peer, np.array(ids))
+        np.testing.assert_allclose(logits, wanted, atol=1e-4 * wanted.std(), rtol=0)
+
+
+def test_nothing_but_its_own_slots_is_written(find: Finder) -> None:
+    with opened(find("qwen3.5"), None, provider="openvino", state_slots=8, **EXACT) as model:
+        assert isinstance(model, OpenVinoModel)
+        assert model._states is not None
+        pools = [pool.slots for pool in model._states._pools]
+        assert len(pools) == 2 * 3
+        run = Stateful(model, 3)
+        long = PROMPTS[2][: CHUNK_TOKENS + 3]
+        for new in ({0: long}, {0: [1], 1: long}, {2: [7]}, {0: [4], 1: [5], 2: [6]}):
+            before, held = [pool.copy() for pool in pools], list(run.slots)
+            run.run(new)
+            written = {slot for slot, old in zip(run.slots, held, strict=True) if slot != old}
+            for old, pool in zip(before, pools, strict=True):
+                assert len(pool) == 9
+                changed = (pool != old).any(axis=tuple(range(1, pool.ndim)))
+                assert set(np.flatnonzero(changed)) == written
+                assert not pool[0].any()
+
+
+def test_what_is_loaded(find: Finder) -> None:
+    path = find("qwen3.5")
+    spec = Artifact.read(path).manifest.model
+    for slots, wanted in ((None, 64), (5, 5)):
+        with opened(path, None, provider="openvino", state_slots=slots) as model:
+            limits = model.capabilities
+            assert (limits.state_slots, limits.state_bytes) == (wanted, state_bytes(spec))
+            assert limits.compute_dtype == "float32"
+            assert limits.kv_format.num_layers == len(spec.cached_layers) < spec.num_layers
+            content = model.read_blocks([0, 3])
+            assert content.shape[:3] == (2, len(spec.cached_layers), 2)
+            inputs = Stateful(model, 1).inputs({0: [1, 2]}, [1])
+            model.run(inputs)
+            object.__setattr__(inputs, "state_writes", None)
+            with pytest.raises(ProviderError, match="needs state_reads and state_writes, slots 1"):
+                model.run(inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "^dtype is 'bfloat16'; .* in float32 alone"),
+        ({"kv_cache_dtype": "bfloat16"}, "^kv_cache_dtype is 'bfloat16' and dtype is 'float32'"),
+        ({"max_adapters": 1}, "max_adapters is 1, but adapters do not reach"),
+        ({"hidden_layers": (1,)}, "hidden"),
+    ],
+)
+def test_what_does_not_go_with_them(find: Finder, options: Mapping[str, Any], message: str) -> None:
+    with (
+        pytest.raises(ProviderError, match=message),
+        opened(find("qwen3.5"), None, provider="openvino", **options),
+    ):
+        pass
+
+
+def test_a_gpu_refuses_them(find: Finder) -> None:
+    artifact = Artifact.read(find("qwen3.5"))
+    wanted = "openvino on a GPU.1 does not run layers of linear attention.*; use another provider"
+    with pytest.raises(ProviderError, match=wanted):
+        openvino._for_states(artifact, GpuPlugin("GPU.1"), LoadOptions())
