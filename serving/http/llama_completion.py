@@ -54,7 +54,7 @@ class Asked:
     params: SamplingParams
 
     @classmethod
-    def of(cls, service: Service, body: LlamaBody) -> Self:
+    async def of(cls, service: Service, body: LlamaBody) -> Self:
         """Return it.
 
         Raises:
@@ -63,7 +63,7 @@ class Asked:
         engine = service.engine
         asked = body.completion()
         asked = asked.with_counts(engine.max_logprobs, engine.capabilities.vocab_size)
-        return cls(asked, body.sampling_params(asked, service.defaults, service.tokenizer))
+        return cls(asked, await body.sampling_params(asked, service.defaults, service.tokenizer))
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -71,7 +71,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     async def complete(request: Request, body: LlamaRequest) -> Response:
         service.adapter_of(body.model)
-        asked = Asked.of(service, body)
+        asked = await Asked.of(service, body)
         check_number(service.engine, len(body.prompt), "prompt")
         given = await asyncio.to_thread(encoded, service, body.prompt)
         return await respond(service, request, body, asked, given)
