@@ -28,7 +28,7 @@ from onnxport.serving.http.generation import (
 )
 from onnxport.serving.http.intervals import spaced
 from onnxport.serving.http.line_limits import Deltas, limited
-from onnxport.serving.http.llama_answer import Answer
+from onnxport.serving.http.llama_answer import Answer, settings_told
 from onnxport.serving.http.llama_prompts import Mixed, Prompted, encoded, prompts
 from onnxport.serving.http.llama_request import LlamaBody
 from onnxport.serving.http.middleware import key_tenant
@@ -100,8 +100,9 @@ async def respond(
     check_total(params, 0, (params.max_tokens or 0) * len(given))
     interval = body.stream_interval or service.stream_interval
     job = Job([one.token_ids for one in given], params, options, unique(name), interval)
+    settings = settings_told(body, params, job.num_choices)
     answers = [
-        Answer(service, job, body, index, given[index // params.n])
+        Answer(service, job, body, settings, index, given[index // params.n])
         for index in range(job.num_choices)
     ]
     if body.stream:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from onnxport.errors import CapacityError, OverloadedError, RequestError
+from onnxport.errors import OverloadedError
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.llama_completion import LlamaRequest
 from onnxport.serving.http.llama_cpp import LlamaCppFields
-from onnxport.serving.http.llama_prompts import biases as read_biases
-from onnxport.serving.http.llama_prompts import encoded as encode_prompts
 from onnxport.serving.http.llama_request import NEUTRAL_LLAMA
 from onnxport.serving.http.logprobs import completion_probabilities
 from onnxport.serving.outputs import Failure, Logprob
@@ -465,90 +460,6 @@ def test_biases_of_texts_and_of_what_must_not_come(server: RunningServer) -> Non
     response = ask(server, say("abc"), logit_bias=everything)
     assert response.status_code == 400
     assert "logit_bias" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("texts", "found"),
-    [
-        ([f"t{number}" for number in range(512)], None),
-        ([f"t{number}" for number in range(513)], "logit_bias has 513 texts; it may have 512"),
-        (["a" * 1024], None),
-        (["a" * 1025], "logit_bias has a text of 1025 characters"),
-        ([f"{number:0>1023}t" for number in range(64)], None),
-        ([f"{number:0>1023}t" for number in range(65)], "texts of 66560 characters"),
-    ],
-)
-def test_texts_of_biases_are_bounded(texts: list[str], found: str | None) -> None:
-    for given in ([[text, 1.0] for text in texts], dict.fromkeys(texts, 1.0)):
-        if found is None:
-            assert read_biases(given) == tuple((text, 1.0) for text in texts)
-            continue
-        with pytest.raises(RequestError, match=found) as caught:
-            read_biases(given)
-        assert caught.value.param == "logit_bias"
-    assert read_biases([[number, 1.0] for number in range(1000)]) is not None  # ids are no texts
-
-
-async def test_texts_of_biases_are_encoded_in_a_thread(
-    tokenizer: Tokenizer, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-
-    def watched(texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        threads.append(threading.current_thread())
-        return encode_all(texts, add_special_tokens=add_special_tokens)
-
-    client = Client(FakeEngine(tokenizer), model_folder)
-    encode_all = tokenizer.encode_all
-    monkeypatch.setattr(tokenizer, "encode_all", watched)
-    biased = {"b": False, str(letter("z")): 2, "zz": 1}
-    assert (await client.post("/completion", prompt=[1], logit_bias=biased)).status_code == 200
-    expected = {letter("b"): -math.inf, letter("z"): 4.0}
-    assert dict(client.engine.asked[-1].params.logit_bias) == expected
-    assert threads
-    assert threading.current_thread() not in threads
-    answer = await client.post("/completion", prompt=[1], logit_bias={"\ud800": 1})
-    assert (answer.status_code, "half of a character" in answer.text) == (400, True), answer.text
-
-
-class Counted:
-    """A tokenizer that counts what it encodes, and has two tokens more for a text that begins."""
-
-    def __init__(self) -> None:
-        self.encoded = 0
-
-    def check_length(self, text: str, most_tokens: int) -> None:
-        assert most_tokens == 8
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self.encoded += 1
-        return [0] * (len(text) + 2 * add_special_tokens)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "num_tokens", "encoded"),
-    [
-        ("x" * 6, None, 1),
-        ("x" * 7, "9 tokens,", 1),
-        ([1] * 8, None, 0),
-        ([1] * 9, "9 token ids and texts", 0),
-        ([""] * 9, "9 token ids and texts", 0),
-        (["", 1, "", "abcde"], None, 3),
-        (["a", "bcd", "efgh", "i", "j", "k"], "10 tokens at least,", 3),
-    ],
-)
-def test_a_prompt_is_encoded_as_far_as_it_fits(
-    prompt: Any, num_tokens: str | None, encoded: int
-) -> None:
-    tokenizer = Counted()
-    limits = SimpleNamespace(max_model_len=8)
-    service: Any = SimpleNamespace(tokenizer=tokenizer, engine=SimpleNamespace(capabilities=limits))
-    if num_tokens is None:
-        assert len(encode_prompts(service, [prompt])[0].token_ids) == 8
-    else:
-        with pytest.raises(CapacityError, match=f"{num_tokens}.* is 8 tokens"):
-            encode_prompts(service, [prompt])
-    assert tokenizer.encoded == encoded
 
 
 def test_a_prompt_that_is_only_read(server: RunningServer) -> None:
