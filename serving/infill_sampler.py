@@ -144,7 +144,8 @@ def infill_rule(
 def _extensions(pieces: Sequence[bytes]) -> dict[int, list[int]]:
     """Return for each place whose text others begin with the places of these, in order.
 
-    Sorted, they stand right behind it. An empty text has none.
+    Sorted, they stand right behind it. An empty text has none, and of equal ones the first has the
+    others: one of two is gone by the time that it would be the other way around.
     """
     order = sorted((place for place, piece in enumerate(pieces) if piece), key=pieces.__getitem__)
     found: dict[int, list[int]] = {}
@@ -153,6 +154,4 @@ def _extensions(pieces: Sequence[bytes]) -> dict[int, list[int]]:
             if not pieces[other].startswith(pieces[place]):
                 break
             found.setdefault(place, []).append(other)
-            if pieces[other] == pieces[place]:
-                found.setdefault(other, []).append(place)
     return {place: sorted(others) for place, others in found.items()}
