@@ -74,6 +74,7 @@ def test_what_is_left(weights: list[float], count: int, pieces: Sequence[str]) -
         ({0: 0.6, 3: 0.4}, [0, 3]),
         ({0: 0.9, 3: 0.1}, [0]),
         ({0: 0.4, 1: 0.35, 3: 0.25}, [0]),  # "ab" counts for "a", and "b" is under a third
+        ({0: 0.27, 1: 0.26, 2: 0.255, 3: 0.215}, [0]),  # "abc" counts for it, too
         (
             {3: 0.3, 1: 0.28, 2: 0.22, 6: 0.2},
             [3, 1],
