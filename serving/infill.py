@@ -8,7 +8,6 @@ name them. Other files stand before that, as Qwen2.5-Coder has them (arXiv 2409.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -182,8 +181,9 @@ class Infill:
         first = tokenizer.token_spelling(bare[0]) if bare else None
         self._adds_space = (first or "").startswith(SPACES)
         own = {token for name in _Ids._fields if (token := getattr(names, name)) is not None}
-        self._special = sorted({*own, *tokenizer.special_spellings()}, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, self._special)))
+        self._special = sorted({*own, *tokenizer.special_spellings()})
+        special = map(tokenizer.token_to_id, self._special)
+        self._special_ids = frozenset(one for one in special if one is not None)
 
     @classmethod
     def find(cls, tokenizer: Encoder, *, suffix_first: bool = False) -> Self | None:
@@ -295,8 +295,9 @@ class Infill:
 
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a text, none of which is special whatever it spells."""
-        tokenizer = self._plain if self._spelled.search(text) else self._tokenizer
-        [tokens] = tokenizer.encode_all([text], add_special_tokens=False)
+        [tokens] = self._tokenizer.encode_all([text], add_special_tokens=False)
+        if not self._special_ids.isdisjoint(tokens):
+            [tokens] = self._plain.encode_all([text], add_special_tokens=False)
         return tokens
 
     def _behind(self, text: str) -> list[int]:

@@ -8,7 +8,7 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 LEAST = 0.2  # probability of a token that stays
-MOST = 128  # likeliest tokens that are looked at: each is compared with each
+MOST = 128  # likeliest tokens that are looked at, for each may begin with each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,23 +99,21 @@ def _merged(
     The likelier of two has both, and the other none; they are compared in llama.cpp's order.
     """
     merged = chances.copy()
-    count = len(ids)
     known = zip(ids.tolist(), ends.tolist(), strict=True)
-    pieces = [b"" if is_end else rule.piece(one) for one, is_end in known]
-    gone = [False] * count
-    for first in range(count):
-        for second in range(count):
-            if gone[first]:
+    longer = _extensions([b"" if is_end else rule.piece(one) for one, is_end in known])
+    gone: set[int] = set()
+    for first in sorted(longer):
+        for second in longer[first]:
+            if first in gone:
                 break
-            if first == second or gone[second] or not pieces[first]:
+            if second in gone:
                 continue
-            if pieces[second].startswith(pieces[first]):
-                to, of = first, second
-                if merged[second] > merged[first]:
-                    to, of = second, first
-                merged[to] += merged[of]
-                merged[of] = 0.0
-                gone[of] = True
+            to, of = first, second
+            if merged[second] > merged[first]:
+                to, of = second, first
+            merged[to] += merged[of]
+            merged[of] = 0.0
+            gone.add(of)
     return merged
 
 
@@ -141,3 +139,19 @@ def infill_rule(
         return b"" if tokenizer.is_special(token_id) else tokenizer.token_bytes(token_id)
 
     return InfillRule(frozenset(params.stop_token_ids) if params.ignore_eos else end_ids, piece)
+
+
+def _extensions(pieces: Sequence[bytes]) -> dict[int, list[int]]:
+    """Return for each place whose text others begin with the places of these, in order.
+
+    Sorted, they stand right behind it. An empty text has none, and of equal ones the first has the
+    others: one of two is gone by the time that it would be the other way around.
+    """
+    order = sorted((place for place, piece in enumerate(pieces) if piece), key=pieces.__getitem__)
+    found: dict[int, list[int]] = {}
+    for at, place in enumerate(order):
+        for other in order[at + 1 :]:
+            if not pieces[other].startswith(pieces[place]):
+                break
+            found.setdefault(place, []).append(other)
+    return {place: sorted(others) for place, others in found.items()}

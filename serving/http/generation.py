@@ -22,6 +22,7 @@ from fastapi import Request
 from onnxport.errors import RequestError
 from onnxport.serving.collect import mean_logprob, rank
 from onnxport.serving.http.errors import FINAL, SERVER_ERROR, STOPPED, ApiError
+from onnxport.serving.http.line_limits import Deltas, LineLimits, limited
 from onnxport.serving.http.service import Engine
 from onnxport.serving.http.timings import Span
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
@@ -71,6 +72,7 @@ class Job:
     options: RequestOptions
     id: str
     stream_interval: int = 1  # tokens of a chunk, at least; see `intervals.spaced`
+    line_limits: LineLimits | None = None  # of each completion; None: any lines may come
 
     @property
     def num_choices(self) -> int:
@@ -220,13 +222,18 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
         partial(engine.stream, prompt, job.params, f"{job.id}-{number}", job.options, grammar)
         for number, prompt in enumerate(job.prompts)
     ]
-    async with aclosing(together(starts, job.options)) as deltas:
+    within = None
+    if job.line_limits is not None:
+        within = partial(limited, num_choices=job.params.num_sequences, limits=job.line_limits)
+    async with aclosing(together(starts, job.options, within)) as deltas:
         async for number, delta in deltas:
             yield number * job.params.num_sequences + delta.index, delta
 
 
 async def together(
-    starts: Sequence[Callable[[], AsyncGenerator[CompletionDelta, None]]], options: RequestOptions
+    starts: Sequence[Callable[[], Deltas]],
+    options: RequestOptions,
+    within: Callable[[Deltas], Deltas] | None = None,
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Yield (number of the prompt, delta) of prompts that run at once.
 
@@ -235,6 +242,8 @@ async def together(
     Args:
         starts: what checks each prompt and returns its stream.
         options: of all of them.
+        within: returns as much of the stream of a prompt as is wanted, and closes it behind that;
+            None: all is.
 
     Raises:
         ApiError: a request was ended by its deadline or by a failure of the engine.
@@ -242,9 +251,12 @@ async def together(
             scheduled then.
     """
     async with AsyncExitStack() as stack:
-        streams = []
+        streams: list[Deltas] = []
         for start in starts:
-            streams.append(await stack.enter_async_context(aclosing(start())))
+            stream = await stack.enter_async_context(aclosing(start()))
+            if within is not None:
+                stream = await stack.enter_async_context(aclosing(within(stream)))
+            streams.append(stream)
             await asyncio.sleep(0)  # there may be a thousand, and others have their turn
         deltas = await stack.enter_async_context(aclosing(_merged(streams)))
         async for number, delta in deltas:
@@ -253,7 +265,7 @@ async def together(
 
 
 async def _merged(
-    streams: Sequence[AsyncGenerator[CompletionDelta, None]],
+    streams: Sequence[Deltas],
 ) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Yield (number of the stream, delta) of streams that run at once."""
     if len(streams) == 1:  # no task, no queue
@@ -263,7 +275,7 @@ async def _merged(
     queue: asyncio.Queue[tuple[int, CompletionDelta | None, BaseException | None]]
     queue = asyncio.Queue()
 
-    async def pump(number: int, stream: AsyncGenerator[CompletionDelta, None]) -> None:
+    async def pump(number: int, stream: Deltas) -> None:
         try:
             async for delta in stream:
                 queue.put_nowait((number, delta, None))

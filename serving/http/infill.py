@@ -51,7 +51,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def infill(request: Request, body: InfillRequest) -> Response:
         fills = filling(service)
         service.adapter_of(body.model)
-        asked = Asked.of(service, body)
+        asked = await Asked.of(service, body)
         asked = replace(asked, params=fills.ended(asked.params))
         prompt = await asyncio.to_thread(partial(_prompt, service, body, asked.params, fills))
         return await respond(service, request, body, asked, [prompt])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from onnxport.serving.outputs import CompletionDelta
 
-Deltas = AsyncGenerator[tuple[int, CompletionDelta], None]
+Deltas = AsyncGenerator[CompletionDelta, None]
 Clock = Callable[[], float]
 
 
@@ -45,7 +45,8 @@ class _Lines:
             return _ending(replace(delta, text=delta.text[:place]))
         predict_s = self.limits.predict_s
         is_late = predict_s is not None and now_s - self.begun_s > predict_s
-        return _ending(delta) if is_late and "\n" in delta.text else delta
+        cuts = is_late and "\n" in delta.text and delta.finish_reason is None
+        return _ending(delta) if cuts else delta
 
     def _shallow(self, text: str) -> int | None:
         """Return where a line begins that is indented too little, behind its indent."""
@@ -74,19 +75,19 @@ async def limited(
     """Yield deltas up to the line that ends each choice, and end the request behind the last one.
 
     Args:
-        deltas: of all choices; closed at the end.
-        num_choices: how many there are.
+        deltas: of one prompt; closed at the end, which aborts what has not ended by itself.
+        num_choices: how many completions it has.
         limits: of each.
         clock: in seconds.
     """
     going = {choice: _Lines(limits, clock) for choice in range(num_choices)}
     async with aclosing(deltas):
-        async for choice, delta in deltas:
-            if choice not in going:
+        async for delta in deltas:
+            if delta.index not in going:
                 continue
-            delta = going[choice].seen(delta)
+            delta = going[delta.index].seen(delta)
             if delta.finish_reason is not None:
-                del going[choice]
-            yield choice, delta
+                del going[delta.index]
+            yield delta
             if not going:
                 return

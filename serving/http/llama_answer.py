@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+from onnxport.errors import RequestError
 from onnxport.serving.http.generation import Job, Usage
 from onnxport.serving.http.llama_prompts import Prompted
 from onnxport.serving.http.llama_request import LlamaBody
@@ -12,6 +13,40 @@ from onnxport.serving.http.llama_settings import choose, generation_settings
 from onnxport.serving.http.logprobs import completion_probabilities
 from onnxport.serving.http.service import Service
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
+from onnxport.serving.params import SamplingParams
+
+MOST_TOLD_BIASES: Final = 1 << 18  # in all answers of a request, each of which tells all of them
+_BIASES: Final = ("generation_settings", "generation_settings/logit_bias")  # names of fields
+
+
+def settings_told(body: LlamaBody, params: SamplingParams, num_answers: int) -> dict[str, Any]:
+    """Return `generation_settings`, which all answers of a request share.
+
+    Args:
+        body: of the request.
+        params: what is made of it.
+        num_answers: that tell it.
+
+    Raises:
+        RequestError: biases would be told too many times.
+    """
+    num_biases = len(params.logit_bias)
+    names = body.response_fields
+    tells = not names or any(name in _BIASES for name in names)
+    if tells and num_answers > 1 and num_answers * num_biases > MOST_TOLD_BIASES:
+        raise RequestError(
+            f"{num_answers} answers would tell {num_biases} biases each, and together they may "
+            f"tell {MOST_TOLD_BIASES}; ask for fewer answers, have fewer tokens in logit_bias, or "
+            "name other fields than generation_settings in response_fields",
+            "logit_bias",
+        )
+    settings = generation_settings(params, stream=bool(body.stream))
+    if limits := body.line_limits:
+        settings["n_indent"] = limits.indent
+        settings["t_max_predict_ms"] = body.t_max_predict_ms
+    if body.only_prompt:
+        settings |= {"n_predict": 0, "max_tokens": 0}
+    return settings
 
 
 class Answer:
@@ -25,9 +60,26 @@ class Answer:
     """
 
     def __init__(
-        self, service: Service, job: Job, body: LlamaBody, index: int, prompt: Prompted
+        self,
+        service: Service,
+        job: Job,
+        body: LlamaBody,
+        settings: Mapping[str, Any],
+        index: int,
+        prompt: Prompted,
     ) -> None:
+        """Begin one.
+
+        Args:
+            service: that answers.
+            job: of the request.
+            body: of the request.
+            settings: see `settings_told`.
+            index: among all answers.
+            prompt: that it goes on with.
+        """
         self._service, self._body, self._index, self._prompt = service, body, index, prompt
+        self._settings = settings
         self._params, self._options = job.params, job.options
         self.usage = Usage(Job([prompt.token_ids], job.params, job.options, job.id))
         self.text = ""
@@ -73,19 +125,14 @@ class Answer:
         stop = self.stop
         word = stop if isinstance(stop, str) and self.reason == "stop" else ""
         kind = "word" if word else "eos" if self.reason == "stop" else "limit"
-        settings = generation_settings(self._params, stream=bool(self._body.stream))
-        if limits := self._body.line_limits:
-            settings["n_indent"] = limits.indent
-            settings["t_max_predict_ms"] = self._body.t_max_predict_ms
         if self._body.only_prompt:
             kind, word = "limit", ""
-            settings |= {"n_predict": 0, "max_tokens": 0}
         answer = {
             **piece,
             "stop": True,
             "model": self._options.adapter or self._service.model_name,
             "prompt": self._told_prompt(),
-            "generation_settings": settings,
+            "generation_settings": self._settings,
             "stop_type": kind,
             "stopping_word": word,
             "has_new_line": "\n" in self.text,

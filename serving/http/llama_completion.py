@@ -7,7 +7,7 @@ https://github.com/ggml-org/llama.cpp/tree/master/tools/server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Self
@@ -27,14 +27,14 @@ from onnxport.serving.http.generation import (
     unless_disconnected,
 )
 from onnxport.serving.http.intervals import spaced
-from onnxport.serving.http.line_limits import Deltas, limited
-from onnxport.serving.http.llama_answer import Answer
+from onnxport.serving.http.llama_answer import Answer, settings_told
 from onnxport.serving.http.llama_prompts import Mixed, Prompted, encoded, prompts
 from onnxport.serving.http.llama_request import LlamaBody
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
 from onnxport.serving.logprob_limits import check_total
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 
 PATHS: Final = ("/completion", "/completions")  # llama.cpp has both
@@ -54,7 +54,7 @@ class Asked:
     params: SamplingParams
 
     @classmethod
-    def of(cls, service: Service, body: LlamaBody) -> Self:
+    async def of(cls, service: Service, body: LlamaBody) -> Self:
         """Return it.
 
         Raises:
@@ -63,7 +63,7 @@ class Asked:
         engine = service.engine
         asked = body.completion()
         asked = asked.with_counts(engine.max_logprobs, engine.capabilities.vocab_size)
-        return cls(asked, body.sampling_params(asked, service.defaults, service.tokenizer))
+        return cls(asked, await body.sampling_params(asked, service.defaults, service.tokenizer))
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -71,7 +71,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     async def complete(request: Request, body: LlamaRequest) -> Response:
         service.adapter_of(body.model)
-        asked = Asked.of(service, body)
+        asked = await Asked.of(service, body)
         check_number(service.engine, len(body.prompt), "prompt")
         given = await asyncio.to_thread(encoded, service, body.prompt)
         return await respond(service, request, body, asked, given)
@@ -99,19 +99,20 @@ async def respond(
     options = replace(options, only_prompt=body.only_prompt)
     check_total(params, 0, (params.max_tokens or 0) * len(given))
     interval = body.stream_interval or service.stream_interval
-    job = Job([one.token_ids for one in given], params, options, unique(name), interval)
+    each = [one.token_ids for one in given]
+    job = Job(each, params, options, unique(name), interval, body.line_limits)
+    settings = settings_told(body, params, job.num_choices)
     answers = [
-        Answer(service, job, body, index, given[index // params.n])
+        Answer(service, job, body, settings, index, given[index // params.n])
         for index in range(job.num_choices)
     ]
     if body.stream:
-        deltas = _limited(spaced(service.engine, job), job, body)
-        chunks = _chunks(deltas, answers, body)
+        chunks = _chunks(spaced(service.engine, job), answers, body)
         return await sse.respond(request, chunks, service.ping_interval_s, end=b"")
 
     async def whole() -> dict[str, Any] | list[dict[str, Any]]:
         results = [Collected() for _ in answers]
-        async with aclosing(_limited(generate(service.engine, job), job, body)) as deltas:
+        async with aclosing(generate(service.engine, job)) as deltas:
             async for choice, delta in deltas:
                 answers[choice].add(delta)
                 results[choice].add(delta)
@@ -121,12 +122,6 @@ async def respond(
     return JSONResponse(await unless_disconnected(request, whole()))
 
 
-def _limited(deltas: Deltas, job: Job, body: LlamaBody) -> Deltas:
-    """Return deltas up to the lines that end the answers, if there are such."""
-    limits = body.line_limits
-    return deltas if limits is None else limited(deltas, job.num_choices, limits)
-
-
 def _whole(answer: Answer, result: Collected, body: LlamaBody) -> dict[str, Any]:
     """Return an answer that has ended."""
     if body.only_prompt:
@@ -134,7 +129,11 @@ def _whole(answer: Answer, result: Collected, body: LlamaBody) -> dict[str, Any]
     return answer.whole(answer.piece(result.text, result.token_ids, result.logprobs))
 
 
-async def _chunks(deltas: Deltas, answers: Sequence[Answer], body: LlamaBody) -> sse.Chunks:
+async def _chunks(
+    deltas: AsyncGenerator[tuple[int, CompletionDelta], None],
+    answers: Sequence[Answer],
+    body: LlamaBody,
+) -> sse.Chunks:
     """Yield pieces of text as they come, and behind those of each answer its end."""
     async with aclosing(deltas):
         async for choice, delta in deltas:

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 from pydantic_core import PydanticCustomError
 
-from onnxport.errors import RequestError
+from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.http.fields import are_ids
 from onnxport.serving.http.generation_fields import MOST_BIASES
 from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.params import MAX_BIAS
 
 MOST_PROMPTS = 1 << 16  # of a list; fewer may wait
-MOST_BIAS_TEXT = 1024  # characters of a text whose tokens get a bias
+MOST_BIAS_TEXTS = 512  # whose tokens get a bias
+MOST_BIAS_TEXT = 1024  # characters of one
+MOST_BIAS_CHARS = 1 << 16  # of all of them
 MOST_ID_DIGITS = 10
 Mixed = list[int | str]
 Biases = Sequence[tuple[int | str, float]]  # tokens, or texts of some, and what is added
@@ -66,23 +68,40 @@ def encoded(service: Service, given: Sequence[str | Mixed]) -> list[Prompted]:
 
     Raises:
         RequestError: a prompt is empty.
-        CapacityError: a text is longer than the context can be.
+        CapacityError: one has more tokens, or parts, than the context can have.
     """
+    most = service.engine.capabilities.max_model_len
     found = []
     for prompt in given:
         parts = [prompt] if isinstance(prompt, str) else prompt
-        token_ids: list[int] = []
-        for place, part in enumerate(parts):
-            if isinstance(part, str):
-                limits = service.engine.capabilities
-                service.tokenizer.check_length(part, limits.max_model_len)
-                token_ids += service.tokenizer.encode(part, add_special_tokens=place == 0)
-            else:
-                token_ids.append(part)
+        token_ids = _joined(service.tokenizer, parts, most)
         if not token_ids:
             raise RequestError("prompt is empty; send a text, or token ids", "prompt")
         found.append(Prompted(token_ids, prompt if isinstance(prompt, str) else None))
     return found
+
+
+def _joined(tokenizer: Tokenizer, parts: Sequence[int | str], most: int) -> list[int]:
+    """Return the tokens of a prompt's parts; none is encoded behind those that do not fit."""
+    if len(parts) > most:
+        raise CapacityError(
+            f"the prompt has {len(parts)} token ids and texts, and the context length is {most} "
+            "tokens; shorten it"
+        )
+    token_ids: list[int] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, str):
+            tokenizer.check_length(part, most)
+            token_ids += tokenizer.encode(part, add_special_tokens=place == 0)
+        else:
+            token_ids.append(part)
+        if len(token_ids) > most:
+            more = " at least" if place + 1 < len(parts) else ""
+            raise CapacityError(
+                f"the prompt has {len(token_ids)} tokens{more}, and the context length is {most} "
+                "tokens; shorten it"
+            )
+    return token_ids
 
 
 def biases(value: Any) -> Biases | None:
@@ -91,7 +110,7 @@ def biases(value: Any) -> Biases | None:
     False is the bias of what must not come.
 
     Raises:
-        RequestError: it is neither, names a token twice, or is too long.
+        RequestError: it is neither, names a token twice, or is too long, as its texts may be.
     """
     if value is None:
         return None
@@ -114,7 +133,26 @@ def biases(value: Any) -> Biases | None:
                     found[token] = -math.inf if bias is False else bias
                     continue
         raise _no_bias(one)
+    _check_texts([token for token in found if isinstance(token, str)])
     return tuple(found.items())
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    """Refuse more texts than should be encoded for one request."""
+    lengths = [len(text) for text in texts]
+    longest, total = max(lengths, default=0), sum(lengths)
+    for what, count, most in (
+        (f"{len(texts)} texts", len(texts), MOST_BIAS_TEXTS),
+        (f"a text of {longest} characters", longest, MOST_BIAS_TEXT),
+        (f"texts of {total} characters", total, MOST_BIAS_CHARS),
+    ):
+        if count > most:
+            raise RequestError(
+                f"logit_bias has {what}; it may have {MOST_BIAS_TEXTS} texts, of {MOST_BIAS_TEXT} "
+                f"characters each and {MOST_BIAS_CHARS} in all; name other tokens by their ids, "
+                "which /tokenize tells",
+                "logit_bias",
+            )
 
 
 def _named(name: str) -> int | str:
@@ -134,20 +172,12 @@ def by_id(given: Biases, tokenizer: Tokenizer) -> dict[int, float]:
     """Return what is added to each token; of a text all tokens get its bias.
 
     Raises:
-        RequestError: a text is too long.
+        RequestError: a text holds half of a character.
     """
+    texts = [token for token, _ in given if isinstance(token, str)]
+    encoded = iter(tokenizer.encode_all(texts, add_special_tokens=False))
     found: dict[int, float] = {}
     for token, bias in given:
-        token_ids = [token] if isinstance(token, int) else _tokens(token, tokenizer)
-        for token_id in token_ids:
+        for token_id in [token] if isinstance(token, int) else next(encoded):
             found[token_id] = found.get(token_id, 0.0) + bias
     return found
-
-
-def _tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    if len(text) > MOST_BIAS_TEXT:
-        raise RequestError(
-            f"logit_bias has a text of {len(text)} characters; it may have {MOST_BIAS_TEXT}",
-            "logit_bias",
-        )
-    return tokenizer.encode(text, add_special_tokens=False)

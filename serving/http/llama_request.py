@@ -5,6 +5,7 @@ Source of these: https://github.com/ggml-org/llama.cpp/tree/master/tools/server.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final
@@ -94,11 +95,16 @@ class LlamaBody(LlamaCppFields):
         given = {name: value for name, value in told.items() if value is not None}
         return CompletionRequest.model_validate({**given, "prompt": UNUSED})
 
-    def sampling_params(
+    async def sampling_params(
         self, asked: CompletionRequest, defaults: SamplingDefaults, tokenizer: Tokenizer
     ) -> SamplingParams:
-        """Return the decoding parameters of what `completion` has returned."""
+        """Return the decoding parameters of what `completion` has returned.
+
+        Raises:
+            RequestError: one is out of its range, or a text cannot be encoded.
+        """
         params = asked.sampling_params(defaults)
         if self.logit_bias is None:
             return params
-        return replace(params, logit_bias=by_id(self.logit_bias, tokenizer))
+        given = await asyncio.to_thread(by_id, self.logit_bias, tokenizer)
+        return replace(params, logit_bias=given)

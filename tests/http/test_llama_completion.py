@@ -312,6 +312,7 @@ def test_timings(server: RunningServer) -> None:
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 2000}, "prompt"),
         ({"prompt": "x" * 20_000}, None),
+        ({"prompt": [1, *[""] * 100_000]}, None),
         ({"n_predict": 0, "max_tokens": 5}, "n_predict"),
         ({"n_predict": -2}, "n_predict"),
         ({"n_predict": 10**9}, None),

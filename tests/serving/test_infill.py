@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, normalizers, processors
 
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.infill import (
@@ -119,6 +120,38 @@ def test_what_spells_a_token_is_text() -> None:
         assert evil in spelled(own, filling.token_ids)
 
 
+def test_what_the_tokenizer_takes_for_a_special_token_is_text() -> None:
+    """It may spell it otherwise, and what spells it may be none, as within a word."""
+    fast = byte_level()
+    fast.normalizer = normalizers.Lowercase()
+    fast.add_tokens([*QWEN[:3]])
+    fast.add_special_tokens([AddedToken("<|call|>", special=True, normalized=True)])
+    fast.add_special_tokens([AddedToken("deep", special=True, single_word=True)])
+    own = Tokenizer(fast)
+    found = Infill.find(own)
+    assert found is not None
+    for text in ("a <|CALL|> b", "the deep sea", "deepest"):
+        token_ids = found.around(text, "").token_ids
+        assert not {own.token_to_id("<|call|>"), own.token_to_id("deep")} & {*token_ids}, text
+        assert text.lower() in spelled(own, token_ids)
+
+
+def test_many_special_tokens_take_no_time() -> None:
+    """Of this thread, for while it looks for them no other one runs Python."""
+    fast = byte_level()
+    fast.add_tokens([*QWEN[:3]])
+    fast.add_special_tokens([f"[control_{number}]" for number in range(700)])
+    own = Tokenizer(fast)
+    found = Infill.find(own)
+    assert found is not None
+    text = "[" * 100_000
+    begun_s = time.thread_time()
+    own.encode_all([text])
+    encoded_s = time.thread_time()
+    found.around(text, "")
+    assert time.thread_time() - encoded_s < 8 * (encoded_s - begun_s) + 0.02
+
+
 def test_a_text_begins_with_what_the_tokenizer_puts_there() -> None:
     fast = byte_level()
     fast.add_tokens([*QWEN])
@@ -134,8 +167,6 @@ def test_a_text_begins_with_what_the_tokenizer_puts_there() -> None:
 
 
 def test_a_suffix_gets_no_space() -> None:
-    from tokenizers import normalizers
-
     fast = byte_fallback()
     fast.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]

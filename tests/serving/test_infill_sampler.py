@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from tests.serving.test_sampling_engine import PREFIX, TOKENIZER, VOCAB
 from tests.tiers import examples
 
 PIECES = ("a", "ab", "abc", "b", "bc", "", "c", "ca", "é", "x", "y", "z")
+ALIKE = ("a", "ab", "a", "ab", "abc", "", "b", "a", "", "b")  # tokens may have one text
 ENDS = frozenset({5, 9})
 RULE = InfillRule(ENDS, lambda one: PIECES[one].encode())
 
 
-def slow(ids: list[int], chances: list[float]) -> set[int]:
+def slow(ids: list[int], chances: list[float], pieces: Sequence[str] = PIECES) -> set[int]:
     """What llama.cpp leaves of tokens, the likeliest first; none: its end-of-text token."""
     end = sum(chance for one, chance in zip(ids, chances, strict=True) if one in ENDS)
     if 3 * end * len(ids) > sum(chances) - end:
@@ -37,8 +39,8 @@ def slow(ids: list[int], chances: list[float]) -> set[int]:
         for other in ids:
             if not alive[one]:
                 break
-            text = "" if one in ENDS else PIECES[one]
-            longer = "" if other in ENDS else PIECES[other]
+            text = "" if one in ENDS else pieces[one]
+            longer = "" if other in ENDS else pieces[other]
             if one == other or not alive[other] or not text or not longer.startswith(text):
                 continue
             loser = one if own[other] > own[one] else other
@@ -52,12 +54,18 @@ def slow(ids: list[int], chances: list[float]) -> set[int]:
     return {one for one in kept if one in ENDS or own[one] / total >= 1 / (len(texts) + 1)}
 
 
-@given(st.lists(st.floats(0.001, 1.0), min_size=10, max_size=10), st.integers(1, 10))
-def test_what_is_left(weights: list[float], count: int) -> None:
+@given(
+    st.lists(st.floats(0.001, 1.0), min_size=10, max_size=10),
+    st.integers(1, 10),
+    st.sampled_from([PIECES, ALIKE]),
+)
+def test_what_is_left(weights: list[float], count: int, pieces: Sequence[str]) -> None:
     order = sorted(range(10), key=lambda one: -weights[one])[:count]
     chances = np.array([weights[one] for one in order])
     chances /= chances.sum()
-    assert {*left(np.array(order), chances, RULE).tolist()} == slow(order, chances.tolist())
+    rule = InfillRule(ENDS, lambda one: pieces[one].encode())
+    found = {*left(np.array(order), chances, rule).tolist()}
+    assert found == slow(order, chances.tolist(), pieces)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,7 @@ def test_what_is_left(weights: list[float], count: int) -> None:
         ({0: 0.6, 3: 0.4}, [0, 3]),
         ({0: 0.9, 3: 0.1}, [0]),
         ({0: 0.4, 1: 0.35, 3: 0.25}, [0]),  # "ab" counts for "a", and "b" is under a third
+        ({0: 0.27, 1: 0.26, 2: 0.255, 3: 0.215}, [0]),  # "abc" counts for it, too
         (
             {3: 0.3, 1: 0.28, 2: 0.22, 6: 0.2},
             [3, 1],
