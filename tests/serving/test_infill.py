@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -134,22 +133,6 @@ def test_what_the_tokenizer_takes_for_a_special_token_is_text() -> None:
         token_ids = found.around(text, "").token_ids
         assert not {own.token_to_id("<|call|>"), own.token_to_id("deep")} & {*token_ids}, text
         assert text.lower() in spelled(own, token_ids)
-
-
-def test_many_special_tokens_take_no_time() -> None:
-    """Of this thread, for while it looks for them no other one runs Python."""
-    fast = byte_level()
-    fast.add_tokens([*QWEN[:3]])
-    fast.add_special_tokens([f"[control_{number}]" for number in range(700)])
-    own = Tokenizer(fast)
-    found = Infill.find(own)
-    assert found is not None
-    text = "[" * 100_000
-    begun_s = time.thread_time()
-    own.encode_all([text])
-    encoded_s = time.thread_time()
-    found.around(text, "")
-    assert time.thread_time() - encoded_s < 8 * (encoded_s - begun_s) + 0.02
 
 
 def test_a_text_begins_with_what_the_tokenizer_puts_there() -> None:
