@@ -395,6 +395,19 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
+def with_layers(config: dict[str, Any], count: int) -> dict[str, Any]:
+    """The keys that say how many layers there are, and their types again and again.
+
+    Of a model with state spaces a layer has attention, without which there is none: the last.
+    """
+    found: dict[str, Any] = {"num_hidden_layers": count}
+    if types := config.get("layer_types"):
+        found["layer_types"] = [types[layer % len(types)] for layer in range(count)]
+        if "attention" in types and "attention" not in found["layer_types"]:
+            found["layer_types"][-1] = "attention"
+    return found
+
+
 def main() -> None:
     """Parse arguments and write the checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -406,9 +419,9 @@ def main() -> None:
     arguments = parser.parse_args()
     config = dict(SHAPES[arguments.shape])
     if arguments.layers is not None:
-        config["num_hidden_layers"] = arguments.layers
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][: arguments.layers]
+        if arguments.layers < 1:
+            parser.error(f"--layers is {arguments.layers}; it must be above 0")
+        config |= with_layers(config, arguments.layers)
     arguments.folder.mkdir(parents=True)
     if arguments.head:
         config = head_config(config, DRAFT_VOCAB)

@@ -131,20 +131,25 @@ def export_model(
             if family.head_tells and not config.has("tie_word_embeddings"):
                 spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
             if score is not None and not score.generates:
-                spec = replace(spec, tie_word_embeddings=True)  # which nobody reads
+                spec = _without_head(spec)
                 logger.warning(
                     "%s has a score head in place of another, so the artifact judges texts and "
                     "generates none",
                     folder.path,
                 )
             elif embeds_only(config, embedding, spec, names, checkpoint.names):
-                spec = replace(spec, tie_word_embeddings=True)  # which nobody reads
+                spec = _without_head(spec)
                 embedding = replace(embedding or EmbeddingSpec(), only=True)
                 logger.warning(
                     "%s has no head, so the artifact embeds texts and generates none", folder.path
                 )
             job = _Job(folder, files, spec, names, tokens, config, embedding, score)
             return _export(job, checkpoint, Path(destination), options, progress)
+
+
+def _without_head(spec: ArchSpec) -> ArchSpec:
+    """A model whose logits nobody reads: the graphs make some of its embedding."""
+    return replace(spec, tie_word_embeddings=True, head_bias=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,8 @@ def _normed(
             of_kind = _of_space if isinstance(spec.linear, StateSpaceSpec) else _attend_linearly
             attended = of_kind(spec, layer, weights, read)
         else:
-            attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)], kept)
+            found = tables[spec.rope_of(layer)] if spec.rotates(layer) else None
+            attended = _attend(spec, layer, weights, read, found, kept)
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
             told = told[logits_indices]
@@ -330,14 +331,16 @@ def _attend(
     layer: int,
     weights: WeightSource,
     x: Array,
-    tables: tuple[Array, Array],
+    tables: tuple[Array, Array] | None,
     kept: dict[int, tuple[Array, Array]],
 ) -> Array:
     """Causal self-attention; [num_tokens, hidden] to [num_tokens, attended_size].
 
     `kept` are keys and values of the layers before, and takes those of this one.
+    Without `tables` nothing rotates.
     """
     if spec.latent is not None:
+        assert tables is not None
         heads = _of_latents(spec, spec.latent, layer, weights, x, tables)
     else:
         heads = _of_heads(spec, layer, weights, x, tables, kept)
@@ -352,7 +355,7 @@ def _of_heads(
     layer: int,
     weights: WeightSource,
     x: Array,
-    tables: tuple[Array, Array],
+    tables: tuple[Array, Array] | None,
     kept: dict[int, tuple[Array, Array]],
 ) -> tuple[Array, Array, Array]:
     """Queries, keys and values of all query heads, [num_tokens, num_heads, head_size] each."""
@@ -362,6 +365,7 @@ def _of_heads(
     whole = np.split(qkv, edges, axis=-1)
     heads = [part.reshape(tokens, -1, size) for part in whole]
     if spec.qk_norm_last:
+        assert tables is not None
         return _turned(spec, layer, weights, heads, tables)
     if len(heads) == 2:  # keys are values
         heads.append(heads[1])
@@ -374,7 +378,7 @@ def _of_heads(
                 weight = weight.reshape(-1, spec.head_size)
             normed = _rms_norm(normed, weight, spec.inner_eps)
             heads[at] = normed.reshape(heads[at].shape)
-    if spec.rotates(layer):
+    if tables is not None:
         embedding = spec.rope_of(layer)
         heads[:2] = [_rotate(one, tables, embedding) for one in heads[:2]]
     if len(heads) == 1:

@@ -224,6 +224,28 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     return values
 
 
+def inner_rope(config: Config, key: str) -> Any:
+    """What `rope_parameters` or `rope_scaling` itself says of a key; None: nothing."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name, dict, {}).get(key)
+        if found is not None:
+            return found
+    return None
+
+
+def check_outer(config: Config, key: str, computed: Any) -> None:
+    """Refuse a RoPE key at the top that transformers leaves out, unless it says what holds anyway.
+
+    Raises:
+        CheckpointError: It says something else than `computed`.
+    """
+    if (found := config.get(key, float, computed)) != computed:
+        raise CheckpointError(
+            f"{config.path}: {key} is {found}, which transformers does not read here: it computes "
+            f"with {computed}. Remove it, or give rope_parameters what the model was trained with."
+        )
+
+
 def _differ(
     scaling: Mapping[str, Any],
     parameters: Mapping[str, Any],

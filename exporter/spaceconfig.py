@@ -10,6 +10,20 @@ from onnxport.exporter.config import Config
 from onnxport.graphs.linear_spec import StateSpaceSpec
 
 UNBOUNDED: Final = [0.0, math.inf]  # the limits of steps, which are a softplus, that do nothing
+# What files name the kinds of layers, and whether these are state spaces.
+LAYER_KINDS: Final = {
+    "mamba": True,
+    "linear_attention": True,
+    "attention": False,
+    "full_attention": False,
+}
+
+
+def are_spaces(kinds: list[Any]) -> tuple[bool, ...] | None:
+    """Which layers are state spaces, by the names of their kinds; None: one is not known."""
+    if not all(str(kind) in LAYER_KINDS for kind in kinds):
+        return None
+    return tuple(LAYER_KINDS[kind] for kind in kinds)
 
 
 def mamba_spec(config: Config, layers: tuple[bool, ...]) -> StateSpaceSpec | None:
@@ -75,16 +89,19 @@ def check_plain(config: Config, bias_key: str) -> None:
         raise UnsupportedModelError(
             f"{config.path}: {bias_key} is true; supported is false, which published models have."
         )
-    limits = config.get("time_step_limit", list, UNBOUNDED)
+    check_limits(config, "time_step_limit")
+
+
+def check_limits(config: Config, key: str) -> None:
+    """Refuse limits of steps, likewise."""
+    limits = config.get(key, list, UNBOUNDED)
     if [_number(one) for one in limits] != UNBOUNDED:
         raise UnsupportedModelError(
-            f"{config.path}: time_step_limit is {limits}; supported is {UNBOUNDED}, which limits "
+            f"{config.path}: {key} is {limits}; supported is {UNBOUNDED}, which limits "
             "nothing and is what published models have."
         )
 
 
 def _number(value: Any) -> Any:
     """A number as transformers writes it, which is an object where JSON has none for it."""
-    if isinstance(value, dict) and value.keys() == {"__float__"}:
-        return {"Infinity": math.inf}.get(value["__float__"])
-    return value
+    return math.inf if value == {"__float__": "Infinity"} else value

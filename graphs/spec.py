@@ -557,8 +557,13 @@ class ArchSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """The rotary embeddings that layers have."""
-        return tuple(dict.fromkeys(self.rope_of(layer) for layer in range(self.num_layers)))
+        """The rotary embeddings of layers with attention that rotate; none: nothing does."""
+        rotating = (
+            layer
+            for layer in range(self.num_layers)
+            if self.rotates(layer) and not self.is_linear(layer)
+        )
+        return tuple(dict.fromkeys(map(self.rope_of, rotating)))
 
     def rope_of(self, layer: int) -> RopeSpec:
         """The rotary embedding of a layer."""

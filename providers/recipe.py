@@ -50,7 +50,7 @@ class Recipe:
     # Caches of two layers may be one memory, for it runs node after node. A graph that is compiled
     # as a whole may copy one of them before the other is written.
     shares_caches: bool = True
-    has_gelu: bool = True  # of ONNX, with tanh; else it is written out
+    has_gelu: bool = True  # of ONNX, by tanh and exact; else they are written out
     has_min_max: bool = True  # of floats; else they are written out
     # Whether its products may round activations to int8 where accuracy_level is 4; others read no
     # level, and compute in the type of the activations.

@@ -8,6 +8,7 @@ from typing import Any, Final
 from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import check_choice
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.ropeconfig import check_outer
 from onnxport.exporter.ungatedconfig import ungated_spec
 from onnxport.graphs.spec import ArchSpec
 
@@ -25,11 +26,16 @@ _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {"post_norm": (False,), "qk_norm"
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Apertus: biases of attention are optional; RoPE is Llama 3's unless told otherwise."""
+    """Apertus: biases of attention are optional; RoPE is Llama 3's unless told otherwise.
+
+    `rope_theta` alone tells nothing: to transformers it goes with what is told.
+    """
     check_choice(config, _KNOWN)
     config.ignore("hidden_dropout")
     biased = config.get("attention_bias", bool, False)
-    told = any(map(config.has, ("rope_parameters", "rope_scaling", "rope_theta")))
+    told = config.has("rope_parameters") or bool(config.get("rope_scaling", dict, {}))
+    if not told:
+        check_outer(config, "rope_theta", _THETA)
     return ungated_spec(
         config,
         default="xielu",

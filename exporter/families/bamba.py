@@ -8,9 +8,11 @@ from typing import Any, Final
 from onnxport.errors import CheckpointError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.ropeconfig import rope_parameters
-from onnxport.exporter.spaceconfig import mamba_spec
+from onnxport.exporter.ropeconfig import check_outer, inner_rope, rope_parameters
+from onnxport.exporter.spaceconfig import are_spaces, mamba_spec
 from onnxport.graphs.spec import ArchSpec
+
+_PART: Final = 0.5  # of each head rotates, unless rope_parameters say otherwise
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -38,7 +40,9 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    return {"partial_rotary_factor": 0.5, **rope_parameters(config)}
+    inner = inner_rope(config, "partial_rotary_factor")
+    check_outer(config, "partial_rotary_factor", _PART if inner is None else inner)
+    return {"partial_rotary_factor": _PART, **rope_parameters(config)}
 
 
 def _layers(config: Config, num_layers: int) -> tuple[bool, ...]:
@@ -51,8 +55,7 @@ def _layers(config: Config, num_layers: int) -> tuple[bool, ...]:
         )
     layers = tuple(layer not in found for layer in range(num_layers))
     named = config.get("layer_types", list, None) or config.get("layers_block_type", list, None)
-    kinds = ["linear_attention" if one else "full_attention" for one in layers]
-    if named is not None and named != kinds:
+    if named is not None and are_spaces(named) != layers:
         raise CheckpointError(
             f"{config.path}: attn_layer_indices is {found} and the types of layers are {named}, "
             "which differ; remove the one that the model was not trained with."

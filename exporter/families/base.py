@@ -156,7 +156,9 @@ class Family:
         """The names that a checkpoint with the tensors `found` gives them."""
         layouts = (self.tensors, *self.other_layouts)
         layouts = (*layouts, *map(_without_head, layouts))
-        fitting = [one for one in layouts if one.fit(found)] or [self.tensors]
+        fitting = [one for one in layouts if one.fit(found)]
+        # What may have experts may have none, whose names would tell.
+        fitting = fitting or [one for one in layouts if one.embedding in found] or [self.tensors]
         return next((one for one in fitting if one.head in found), fitting[0])
 
     @property

@@ -8,7 +8,7 @@ from typing import Final
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, check_heads
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.ropeconfig import rope_parameters
+from onnxport.exporter.ropeconfig import check_outer, inner_rope
 from onnxport.exporter.ungatedconfig import ungated_spec
 from onnxport.graphs.spec import ArchSpec
 
@@ -17,6 +17,8 @@ _ROPE: Final = (
     ("rotary_emb_base", "rope_theta", 10_000.0),
     ("rotary_pct", "partial_rotary_factor", 0.25),
 )
+# What GPT-NeoX-20B's file calls what is dropped in training.
+_TRAINING: Final = ("attention_probs_dropout_prob", "hidden_dropout_prob")
 _NAMES: Final = TensorNames(
     embedding="gpt_neox.embed_in.weight",
     final_norm="gpt_neox.final_layer_norm.weight",
@@ -46,7 +48,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         partial_rotary_factor=part,
         epsilon="layer_norm_eps",
     )
-    config.ignore("classifier_dropout", "hidden_dropout")
+    config.ignore("classifier_dropout", "hidden_dropout", *_TRAINING)
     if spec.num_kv_heads != spec.num_heads:
         raise UnsupportedModelError(
             f"{config.path}: num_key_value_heads is {spec.num_kv_heads}; of GPT-NeoX each of "
@@ -63,13 +65,18 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
 
 
 def _rope(config: Config, own: str, common: str, default: float) -> float:
-    """A number of RoPE, by either of its names."""
+    """A number of RoPE, which `rope_parameters` may have by its common name.
+
+    At the top transformers reads its own name alone.
+    """
     found = config.get(own, float, default)
-    if config.has(own) and (other := rope_parameters(config).get(common, found)) != found:
+    inner = inner_rope(config, common)
+    if config.has(own) and inner not in (None, found):
         raise CheckpointError(
-            f"{config.path}: {own} is {found} and {common} is {other}, and are names of one "
+            f"{config.path}: {own} is {found} and {common} is {inner}, and are names of one "
             "number; remove the wrong one."
         )
+    check_outer(config, common, found if inner is None else inner)
     return found
 
 

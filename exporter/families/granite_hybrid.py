@@ -10,16 +10,9 @@ from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.granite import EXPERT_NAMES, multiplied
-from onnxport.exporter.spaceconfig import mamba_spec
+from onnxport.exporter.spaceconfig import LAYER_KINDS, are_spaces, mamba_spec
 from onnxport.graphs.spec import ArchSpec
 
-# What files name the kinds of layers, and whether these are state spaces.
-_KINDS: Final = {
-    "mamba": True,
-    "linear_attention": True,
-    "attention": False,
-    "full_attention": False,
-}
 _POSITIONS: Final = (None, "nope", "rope")  # what tells positions: nothing, but for the last
 
 
@@ -77,12 +70,13 @@ def _layers(config: Config, num_layers: int) -> tuple[bool, ...]:
             "remove one."
         )
     types = config.get(key, list, ["mamba"] * num_layers)
-    if len(types) != num_layers or not all(kind in _KINDS for kind in types):
+    layers = are_spaces(types)
+    if layers is None or len(layers) != num_layers:
         raise UnsupportedModelError(
             f"{config.path}: {key} is {types}; supported are {num_layers} entries (one a layer) "
-            f"from {', '.join(map(repr, _KINDS))}."
+            f"from {', '.join(map(repr, LAYER_KINDS))}."
         )
-    return tuple(_KINDS[kind] for kind in types)
+    return layers
 
 
 FAMILY: Final = Family(

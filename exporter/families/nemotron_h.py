@@ -7,13 +7,15 @@ the same: each block adds to the residual stream what it makes of a norm of it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.spaceconfig import check_plain, space_spec
+from onnxport.exporter.spaceconfig import check_limits, check_plain, space_spec
 from onnxport.graphs.spec import ArchSpec
+
+T = TypeVar("T")
 
 _SPACE, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 # Blocks as patterns and lists name them.
@@ -35,9 +37,16 @@ _UNUSED: Final = (
     *("time_step_min", "time_step_max", "time_step_floor", "hidden_dropout"),
     *("rescale_prenorm_residual", "num_logits_to_keep"),
     # How a sequence is cut, kept and added up by whoever computes it.
+    *("mamba_chunk_size", "mamba_expand", "mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"),
     *("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32"),
     *("rope_theta", "rope_parameters", "partial_rotary_factor"),  # nothing rotates
 )
+# Older names, by which transformers reads first.
+_OLDER: Final = {
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+    "use_conv_bias": "mamba_conv_bias",
+}
 # What there may be, of which transformers computes this alone, whatever the file says.
 _SAID: Final = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "hidden_act": "silu"}
 
@@ -64,6 +73,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     # Names that published files have besides for what transformers reads by others.
     for key, wanted in (
         ("rms_norm_eps", spec.rms_norm_eps),
+        ("norm_eps", spec.rms_norm_eps),
         ("attention_head_dim", spec.head_size),
     ):
         if (given := config.get(key, float, wanted)) != wanted:
@@ -74,14 +84,15 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     config.ignore(*_UNUSED)
     check_plain(config, "use_bias")
     check_plain(config, "mamba_proj_bias")
+    check_limits(config, "mamba_dt_limit")
     spaces = tuple(mixer == _SPACE for mixer, _ in layers)
     fields = {
         "heads": config.get("mamba_num_heads", int, 128),
         "head_size": config.get("mamba_head_dim", int, 64),
-        "groups": config.get("n_groups", int, 8),
+        "groups": _by_either_name(config, "n_groups", int, 8),
         "state_size": config.get("ssm_state_size", int, 128),
-        "kernel": config.get("conv_kernel", int, 4),
-        "conv_bias": config.get("use_conv_bias", bool, True),
+        "kernel": _by_either_name(config, "conv_kernel", int, 4),
+        "conv_bias": _by_either_name(config, "use_conv_bias", bool, True),
     }
     has_mlp = tuple(mlp for _, mlp in layers)
     return replace(
@@ -92,6 +103,18 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         ungated=True,
         mlp_layers=None if all(has_mlp) else has_mlp,
     )
+
+
+def _by_either_name(config: Config, key: str, kind: type[T], default: T) -> T:
+    """A value by its name or its older one, which may not differ."""
+    found = config.get(key, kind, default)
+    older = config.get(_OLDER[key], kind, found)
+    if config.has(key) and older != found:
+        raise CheckpointError(
+            f"{config.path}: {key} is {found} and {_OLDER[key]} is {older}, and are names of one "
+            "thing; remove the wrong one."
+        )
+    return older
 
 
 def _layers(config: Config) -> list[tuple[str, bool]]:

@@ -72,6 +72,7 @@ SPLITS: Final[Mapping[str, Split]] = {
     "smaug-bpe": _DBRX,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": _QWEN2,
     "refact": _SINGLE_DIGITS,
     "smollm": _SINGLE_DIGITS,
     "starcoder": _SINGLE_DIGITS,

@@ -34,12 +34,13 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 
 _NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _Modules = Mapping[str, tuple[Projection, ...]]  # of a layer -> the projections that it computes
+_ATTENTION: Final[_Modules] = {f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]}
 _APART: Final[_Modules] = {
-    **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
+    **_ATTENTION,
     **{f"mlp.{name}": (name,) for name in PROJECTIONS[4:]},
 }
 _GLM: Final[_Modules] = {
-    **{name: one for name, one in _APART.items() if name.startswith("self_attn.")},
+    **_ATTENTION,
     "mlp.gate_up_proj": ("gate_proj", "up_proj"),
     "mlp.down_proj": ("down_proj",),
 }
@@ -52,6 +53,11 @@ _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not 
     },
     "glm": _GLM,
     "glm4": _GLM,
+    "granitemoehybrid": {
+        **_ATTENTION,
+        "shared_mlp.input_linear": ("gate_proj", "up_proj"),
+        "shared_mlp.output_linear": ("down_proj",),
+    },
     "phi": {
         **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
         "self_attn.dense": ("o_proj",),
@@ -59,7 +65,7 @@ _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not 
         "mlp.fc2": ("down_proj",),
     },
     "starcoder2": {
-        **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
+        **_ATTENTION,
         "mlp.c_fc": ("up_proj",),
         "mlp.c_proj": ("down_proj",),
     },

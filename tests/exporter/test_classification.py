@@ -112,7 +112,7 @@ def causal(made: dict[str, Path], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "glm"]
+    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi", "phi3", "glm"]
 )
 def test_labels_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     make(family, tmp_path / "checkpoint")

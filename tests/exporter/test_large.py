@@ -61,6 +61,25 @@ def test_published_shapes_are_understood(shape: str, tmp_path: Path) -> None:
         assert billions == pytest.approx(largest, rel=0.25)
 
 
+@pytest.mark.parametrize(
+    ("count", "attention"), [(1, [0]), (3, [2]), (6, [5]), (15, [5]), (82, [5, 15, 25, 35, 45])]
+)
+def test_any_number_of_layers_has_some_with_attention(
+    count: int, attention: list[int], tmp_path: Path
+) -> None:
+    shape = make_checkpoint.SHAPES["granite-4.0-h-micro-3b"]
+    config = shape | make_checkpoint.with_layers(shape, count)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = Config.read(tmp_path)
+    family = find_family(read)
+    spec = family.spec(read, None)
+    assert (spec.num_layers, list(spec.cached_layers)[:5]) == (count, attention)
+    stored = dict(make_checkpoint.tensor_shapes(config))
+    assert plan_weights(spec, family.tensors).shapes() == stored
+    windows = make_checkpoint.SHAPES["gemma-3-1b"]
+    assert make_checkpoint.with_layers(windows, 2)["num_hidden_layers"] == 2
+
+
 def test_the_benchmarks_checkpoint_exports(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--layers", "3", str(tmp_path / "checkpoint")]
     script = ROOT / "benchmarks" / "make_checkpoint.py"

@@ -235,6 +235,8 @@ def test_granite_4() -> None:
     sizes = (spec.experts.count, spec.experts.per_token, spec.experts.size)
     assert (sizes, spec.experts.shared_size) == ((64, 6, 512), 1024)
     assert configs.read({**GRANITE, "time_step_limit": [0.0, float("inf")]}) == spec
+    written = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert configs.read(GRANITE | written) == spec
     assert configs.read({**GRANITE, "position_embedding_type": None}) == spec
 
 
@@ -252,6 +254,25 @@ def test_bamba() -> None:
     assert spec.linear is not None
     assert (spec.linear.conv_state, spec.linear.recurrent_state) == ((8448, 3), (128, 64, 128))
     assert (spec.rope.rotary_dim, spec.head_size, spec.rotated_layers) == (64, 128, None)
+    kinds = [layer not in (9, 18, 27) for layer in range(32)]
+    for key in ("layer_types", "layers_block_type"):
+        for space, other in (("mamba", "attention"), ("linear_attention", "full_attention")):
+            named = {key: [space if one else other for one in kinds]}
+            assert configs.read(BAMBA | named) == spec
+
+
+@pytest.mark.parametrize("part", [0.5, 0.25])
+def test_how_much_of_bambas_heads_rotates(part: float) -> None:
+    """What is at the top transformers overwrites."""
+    told = {} if part == 0.5 else {"rope_parameters": {"partial_rotary_factor": part}}
+    plain = {key: one for key, one in BAMBA.items() if key != "attn_rotary_emb"} | told
+    rope = configs.respelled({**plain, "partial_rotary_factor": 0.75})["rope_parameters"]
+    assert rope["partial_rotary_factor"] == part
+    spec = configs.read(plain)
+    assert spec.rope.rotary_dim == 128 * part
+    assert configs.read({**plain, "partial_rotary_factor": part}) == spec
+    with pytest.raises(CheckpointError, match=f"partial_rotary_factor is 0.75, .* with {part}"):
+        configs.read({**plain, "partial_rotary_factor": 0.75})
 
 
 def test_nemotron_h() -> None:
@@ -269,6 +290,23 @@ def test_nemotron_h() -> None:
     for key in ("layers_block_type", "layer_types"):
         assert configs.read({**plain, key: [BLOCKS[one] for one in PATTERN]}) == spec
     assert configs.read({**NEMOTRON, "num_hidden_layers": None}) == spec
+    assert configs.read({**NEMOTRON, "norm_eps": 1e-5}) == spec
+
+
+def test_older_names_of_nemotron_h() -> None:
+    """By which transformers reads first."""
+    names = {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"}
+    names |= {"use_conv_bias": "mamba_conv_bias", "chunk_size": "mamba_chunk_size"}
+    names |= {"expand": "mamba_expand", "time_step_limit": "mamba_dt_limit"}
+    names |= {"time_step_min": "mamba_dt_min", "time_step_max": "mamba_dt_max"}
+    names |= {"time_step_floor": "mamba_dt_init_floor"}
+    changed = {**NEMOTRON, "n_groups": 4, "conv_kernel": 3, "use_conv_bias": False}
+    older = {names.get(key, key): one for key, one in changed.items()}
+    assert configs.respelled(older) == configs.respelled(changed)
+    assert configs.read(older) == configs.read(changed)
+    assert configs.read(changed | {names[key]: changed[key] for key in names}) == configs.read(
+        changed
+    )
 
 
 def test_blocks_are_layers_in_their_order() -> None:
@@ -301,12 +339,15 @@ def test_blocks_are_layers_in_their_order() -> None:
         (GRANITE, {"layer_types": None}, "none of the 40 layers has attention"),
         (GRANITE, {"layer_types": ["mamba"] * 39}, "supported are 40 entries"),
         (GRANITE, {"layer_types": ["rwkv"] * 40}, "supported are 40 entries"),
+        (GRANITE, {"layer_types": [["mamba"]] * 40}, "supported are 40 entries"),
         (GRANITE, {"layers_block_type": ["mamba"] * 40}, "which are names of one list"),
         (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),
         (GRANITE, {"normalization_function": "layernorm"}, "supported is 'rmsnorm'"),
         (GRANITE, {"mamba_proj_bias": True}, "mamba_proj_bias is true; supported is false"),
         (GRANITE, {"time_step_limit": [0.001, 0.1]}, r"time_step_limit is \[0.001, 0.1\]"),
         (GRANITE, {"time_step_limit": [0.0]}, r"time_step_limit is \[0.0\]"),
+        (GRANITE, {"time_step_limit": [0.0, {"__float__": ["Infinity"]}]}, "time_step_limit is"),
+        (GRANITE, {"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit is"),
         (GRANITE, {"mamba_d_head": 32}, "48 heads .* of 32 .* are not .* = 3072"),
         (GRANITE, {"mamba_d_head": "wide"}, "48 heads .* of 'wide'"),
         (GRANITE, {"mamba_n_groups": 5}, "heads 48 of state spaces are no multiple of groups 5"),
@@ -318,6 +359,8 @@ def test_blocks_are_layers_in_their_order() -> None:
         (BAMBA, {"attn_layer_indices": []}, "none of the 32 layers has attention"),
         (BAMBA, {"attn_rotary_emb": 128}, "attn_rotary_emb is 128, and transformers rotates 64"),
         (BAMBA, {"layer_types": ["full_attention"] * 32}, "which differ"),
+        (BAMBA, {"layer_types": [["mamba"]] * 32}, "which differ"),
+        (BAMBA, {"layer_types": ["mamba"] * 31}, "which differ"),
         (BAMBA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (NEMOTRON, {"hybrid_override_pattern": PATTERN.replace("-", "E")}, "E have experts"),
         (NEMOTRON, {"hybrid_override_pattern": "-" + PATTERN[1:]}, "is behind an M .* or a \\*"),
@@ -330,6 +373,9 @@ def test_blocks_are_layers_in_their_order() -> None:
         (NEMOTRON, {"num_hidden_layers": 55}, "num_hidden_layers is 55"),
         (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; supported is 'relu2'"),
         (NEMOTRON, {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, and .* is 1e-05"),
+        (NEMOTRON, {"norm_eps": 1e-6}, "norm_eps is 1e-06, and .* is 1e-05"),
+        (NEMOTRON, {"mamba_n_groups": 4}, "n_groups is 8 and mamba_n_groups is 4, and are names"),
+        (NEMOTRON, {"mamba_dt_limit": [0.001, 0.1]}, r"mamba_dt_limit is \[0.001, 0.1\]"),
         (NEMOTRON, {"attention_head_dim": 64}, "attention_head_dim is 64.0, and .* is 128"),
         (NEMOTRON, {"use_bias": True}, "use_bias is true; supported is false"),
         (NEMOTRON, {"attention_bias": True}, "attention_bias = true"),
@@ -378,3 +424,24 @@ def test_operators_on_slots_take_steps_in(precision: str, tmp_path: Path) -> Non
     assert "Softplus" not in {node.op_type for node in nodes}
     taken = [node for node in nodes if node.op_type == "GatedDeltaNet"]
     assert [get_node_attr_value(node, "steps") for node in taken] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("name", "count"), [("granite-4", 0), ("nemotron-h", 0), ("bamba", 2)])
+def test_where_nothing_rotates_there_are_no_tables(name: str, count: int, tmp_path: Path) -> None:
+    checkpoints.make(SPACES[name], tmp_path / "checkpoint")
+    options = ExportOptions(precision="fp16", threads=1)
+    artifact = Artifact.read(export_model(tmp_path / "checkpoint", tmp_path / "artifact", options))
+    for kind in ("paged", "gqa"):
+        graph = artifact.load_graph(kind).graph
+        assert sum(one.name.startswith("rope.") for one in graph.initializer) == count
+    assert len(artifact.manifest.model.ropes) == count / 2
+
+
+@pytest.mark.parametrize("name", ["granite-4", "granite-4-dense"])
+def test_a_granite_4_without_its_head_embeds(name: str, tmp_path: Path) -> None:
+    """Experts' names would tell what others are called, and there may be none."""
+    model = checkpoints.make(SPACES[name], tmp_path / "checkpoint")
+    model.base_model.save_pretrained(tmp_path / "base")
+    options = ExportOptions(precision="fp32", threads=1)
+    path = export_model(tmp_path / "base", tmp_path / "artifact", options)
+    assert Artifact.read(path).manifest.embedding is not None

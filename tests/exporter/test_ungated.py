@@ -6,6 +6,7 @@ Arcee, Nemotron, Apertus, StarCoder2, Phi, GPT-NeoX and StableLM.
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 from transformers.activations import ACT2CLS
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
@@ -147,9 +148,11 @@ PHI: dict[str, Any] = {
 }
 PYTHIA: dict[str, Any] = {
     "architectures": ["GPTNeoXForCausalLM"],
+    "attention_probs_dropout_prob": 0,
     "classifier_dropout": 0.1,
     "hidden_act": "gelu",
     "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0,
     "hidden_size": 768,
     "intermediate_size": 3072,
     "layer_norm_eps": 1e-05,
@@ -242,9 +245,13 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
         assert read(without(values, *keys)) == read(values)
     fewer = without(PYTHIA, "rotary_pct", "rotary_emb_base")
     assert (read(fewer).rope.theta, read(fewer).rope.rotary_dim) == (10_000, 16)
-    assert read({**fewer, "partial_rotary_factor": 0.5}).rope.rotary_dim == 32
+    inner = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500.0}}
+    assert (read(fewer | inner).rope.theta, read(fewer | inner).rope.rotary_dim) == (500, 32)
     assert read(without(PHI, "partial_rotary_factor")).rope.rotary_dim == 40
-    assert read({**APERTUS, "rope_scaling": None, "rope_theta": 500.0}).rope.type == "default"
+    assert read({**APERTUS, "rope_scaling": None}) == read({**APERTUS, "rope_scaling": {}})
+    assert read({**APERTUS, "rope_scaling": None}).rope == read(APERTUS).rope
+    theta = {"rope_scaling": None, "rope_theta": None, "rope_parameters": {"rope_theta": 500.0}}
+    assert read(APERTUS | theta).rope.type == "default"
     turns = read({**PYTHIA, "use_parallel_residual": False})
     assert (turns.parallel_layers, turns.parallel_norms) == (None, None)
     plain = read(without(STABLELM, "qk_layernorm", "use_parallel_residual"))
@@ -281,11 +288,51 @@ def test_what_would_change_the_result_is_refused(values: dict[str, Any], named: 
     assert named in str(caught.value)
 
 
+def peer_rope(values: dict[str, Any]) -> tuple[str, float, float]:
+    """The type, theta and part of each head that transformers makes of a file."""
+    told = without(values, "architectures", "model_type")
+    rope = AutoConfig.for_model(values["model_type"], **deepcopy(told)).rope_parameters
+    return rope["rope_type"], rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "computed"),
+    [
+        (without(APERTUS, "rope_scaling"), "rope_theta", 12e6),
+        ({**APERTUS, "rope_scaling": None}, "rope_theta", 12e6),
+        ({**APERTUS, "rope_scaling": {}}, "rope_theta", 12e6),
+        (PYTHIA, "rope_theta", 20_000.0),
+        (PYTHIA, "partial_rotary_factor", 0.5),
+        (without(PYTHIA, "rotary_emb_base"), "rope_theta", 10_000.0),
+        (without(PYTHIA, "rotary_pct"), "partial_rotary_factor", 0.25),
+        (
+            without(PYTHIA, "rotary_pct") | {"rope_parameters": {"partial_rotary_factor": 0.75}},
+            "partial_rotary_factor",
+            0.75,
+        ),
+    ],
+)
+def test_a_rope_key_that_transformers_leaves_out_may_not_say_otherwise(
+    values: dict[str, Any], key: str, computed: float
+) -> None:
+    plain = without(values, key)
+    other = 1.0 if key == "partial_rotary_factor" else 500.0
+    assert peer_rope({**plain, key: other}) == peer_rope(plain)
+    assert computed in peer_rope(plain)
+    assert read({**plain, key: computed}) == read(plain)
+    rope = read(plain).rope
+    assert computed in (rope.theta, rope.rotary_dim / read(plain).head_size)
+    with pytest.raises(CheckpointError, match=f"{key} is {other}, which .* with {computed}"):
+        read({**plain, key: other})
+
+
 def test_names_of_one_number_that_differ_make_no_sense() -> None:
-    with pytest.raises(CheckpointError, match=r"rotary_pct is 0.5 and partial_rotary_factor is 1"):
-        read({**PYTHIA, "partial_rotary_factor": 1.0})
-    with pytest.raises(CheckpointError, match=r"rotary_emb_base is 20000.0 and rope_theta is 500"):
-        read({**PYTHIA, "rope_theta": 500.0})
+    for own, found, common, other in (
+        ("rotary_pct", 0.5, "partial_rotary_factor", 1.0),
+        ("rotary_emb_base", 20000.0, "rope_theta", 500.0),
+    ):
+        with pytest.raises(CheckpointError, match=f"{own} is {found} and {common} is {other}"):
+            read({**PYTHIA, "rope_parameters": {common: other}})
     assert read({**NEMOTRON, "rope_percent": 0.5}) == read(NEMOTRON)
     assert read(without({**NEMOTRON, "rope_percentage": 0.5}, "partial_rotary_factor"))
     with pytest.raises(CheckpointError, match=r"rope_percent is 1.0, and 64 of 128 channels"):
@@ -348,3 +395,14 @@ def test_how_tensors_of_gpt_neox_were_called(tmp_path: Path, kind: str) -> None:
         assert own == other
     else:
         assert Artifact.read(path).manifest.embedding is not None
+
+
+def test_a_phi_without_its_head_embeds(tmp_path: Path) -> None:
+    """Its head has a bias, which went with it."""
+    model = checkpoints.make(checkpoints.CASES["phi"], tmp_path / "checkpoint")
+    model.base_model.save_pretrained(tmp_path / "base")
+    path = export_model(tmp_path / "base", tmp_path / "artifact", ExportOptions(precision="fp32"))
+    manifest = Artifact.read(path).manifest
+    assert manifest.embedding is not None
+    assert manifest.embedding.only
+    assert (manifest.model.head_bias, manifest.model.tie_word_embeddings) == (None, True)

@@ -65,6 +65,8 @@ def test_layers_with_a_window_may_have_a_rotary_embedding_of_their_own() -> None
     assert (spec.rope_of(0), spec.rope_of(1)) == spec.ropes == (SPEC.rope, local)
     assert SPEC.ropes == (SPEC.rope,)
     assert replace(spec, sliding_window=(None, None)).ropes == (SPEC.rope,)
+    assert replace(spec, rotated_layers=(False, True)).ropes == (local,)
+    assert replace(spec, rotated_layers=(False, False)).ropes == ()
     with pytest.raises(ValueError, match="local_rope"):
         replace(SPEC, local_rope=replace(local, rotary_dim=34))
 

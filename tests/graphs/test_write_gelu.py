@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -51,15 +53,33 @@ def test_it_computes_the_same(dtype: int, rtol: float) -> None:
 
 
 @pytest.mark.parametrize("attributes", [{}, {"approximate": "none"}])
-def test_what_is_exact_stays(attributes: dict[str, str]) -> None:
-    before = model(TensorProto.FLOAT, **attributes)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(TensorProto.FLOAT, 1e-6), (TensorProto.FLOAT16, 2e-3)]
+)
+def test_what_is_exact_is_too(dtype: int, rtol: float, attributes: dict[str, str]) -> None:
+    before = model(dtype, **attributes)
     result = write_gelu(before)
-    assert not result.changes
-    assert result.model == before
+    assert result.changes == {"GELUs written out": 2}
+    assert not [node for node in result.model.graph.node if node.op_type == "Gelu"]
+    onnx.checker.check_model(result.model, full_check=True)
+    assert len(result.model.graph.initializer) == 3, "constants are shared"
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    wide = X.astype(kind).astype(np.float64)
+    expected = [x / 2 * (1 + math.erf(x / math.sqrt(2))) for x in wide]
+    found = run(result.model, X.astype(kind))
+    # 1 + erf is a difference of what is near 1 below 0.
+    epsilon = float(np.finfo(kind).eps)
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=8 * epsilon)
+
+
+def test_an_approximation_that_is_not_known_stays() -> None:
+    before = model(TensorProto.FLOAT, approximate="sigmoid")
+    assert write_gelu(before).model == before
 
 
 def test_an_operator_of_that_name_that_is_not_onnx_s_stays() -> None:
-    before = model(TensorProto.FLOAT, approximate="tanh")
-    for node in before.graph.node:
-        node.domain = "com.microsoft"
-    assert write_gelu(before).model == before
+    for attributes in ({"approximate": "tanh"}, {}):
+        before = model(TensorProto.FLOAT, **attributes)
+        for node in before.graph.node:
+            node.domain = "com.microsoft"
+        assert write_gelu(before).model == before

@@ -497,12 +497,16 @@ def test_steps_of_which_the_host_runs_a_part_are_not_replayed(
 
 
 @pytest.mark.parametrize("provider", ["cuda", "directml"])
+@pytest.mark.parametrize(("model_name", "count"), [("gemma3", 3), ("gpt-neox", 2)])
 def test_where_there_is_no_gelu_it_is_written_out(
     tiny_artifact: ArtifactMaker,
+    model_name: str,
+    count: int,
     provider: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = tiny_artifact("gemma3", "fp32")
+    """By tanh, and exact."""
+    path = tiny_artifact(model_name, "fp32")
     prompt = [([5, 9, 17, 4, 99, 30, 7, 8, 2], 0, [0])]
     with opened(path, "decomposed") as cpu:
         expected = run_rows(cpu, prompt)
@@ -512,7 +516,7 @@ def test_where_there_is_no_gelu_it_is_written_out(
         np.testing.assert_allclose(run_rows(model, prompt), expected, atol=1e-4)
     finally:
         model.close()
-    written = "3 GELUs written out" in caplog.text
+    written = f"{count} GELUs written out" in caplog.text
     assert written == (provider == "directml")
 
 

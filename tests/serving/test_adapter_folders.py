@@ -102,6 +102,40 @@ def test_experts_are_not_adapted_but_the_rest_of_their_layers_is(tmp_path: Path)
         read_adapter(tmp_path, base)
 
 
+GRANITE = {
+    **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
+    "shared_mlp.input_linear": PROJECTIONS[4:6],
+    "shared_mlp.output_linear": ("down_proj",),
+}
+
+
+@pytest.mark.parametrize("targets", ["each", "all-linear"])
+def test_modules_of_granite_4(tmp_path: Path, targets: str) -> None:
+    """Without experts its layer is the one that others have beside them, gate and up joined."""
+    base = replace(WIDER, family="granitemoehybrid", residual_scale=0.5)
+    shapes, rng = projection_shapes(base), np.random.default_rng(0)
+    tensors: Tensors = {}
+    for layer in range(base.num_layers):
+        for module, names in GRANITE.items():
+            prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            height, width = sum(shapes[name][0] for name in names), shapes[names[0]][1]
+            tensors[f"{prefix}A.weight"] = rng.standard_normal((4, width), np.float32)
+            tensors[f"{prefix}B.weight"] = rng.standard_normal((height, 4), np.float32)
+    named = [module.rpartition(".")[2] for module in GRANITE]
+    target = named if targets == "each" else targets
+    write_adapter(tmp_path, tensors, r=4, lora_alpha=8, target_modules=target)
+    found = read_adapter(tmp_path, base).adapter.deltas
+    assert found.keys() == {(i, name) for i in range(12) for name in PROJECTIONS}
+    for layer in range(base.num_layers):
+        for module, names in GRANITE.items():
+            prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            whole = 2 * tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]
+            if names[0] in ("o_proj", "down_proj"):
+                whole = whole * 0.5
+            joined = np.concatenate([found[layer, name].b @ found[layer, name].a for name in names])
+            np.testing.assert_allclose(joined, whole, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("family", "count"), [("phi3", 2), ("glm", 1), ("glm4", 1)])
 def test_modules_that_compute_several_projections(tmp_path: Path, family: str, count: int) -> None:
     """Phi-3's and GLM's: each projection gets its rows of B, and A is shared."""
