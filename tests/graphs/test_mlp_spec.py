@@ -31,8 +31,8 @@ def test_it_survives_json() -> None:
         ({"ungated": None}, "hidden_act 'relu2' needs layers without a gate, ungated"),
         ({"mlp_layers": [True, 1, True]}, "an entry that is no bool"),
         ({"ungated": 1}, "ungated"),
-        ({"parallel_layers": True}, "ungated does not go with parallel_layers"),
-        ({"output_norms": True}, "does not go with output_norms"),
+        ({"parallel_layers": True}, "mlp_layers does not go with parallel_layers"),
+        ({"output_norms": True}, "mlp_layers does not go with output_norms"),
         (
             {"ungated": None, "hidden_act": "silu", "parallel_layers": True},
             "mlp_layers does not go with parallel",
