@@ -107,9 +107,11 @@ def test_an_attention_may_take_some_types_alone() -> None:
     assert found.go_together("auto", "auto", 1, "native")
     assert found.go_together("float16", "float16", 1, "native")
     assert found.has_latents
+    assert found.has_mixed_layers
     assert found.tells_states
     bare = Features.one_type(("native",), ("float16",), runs_ours=False)
     assert not bare.has_latents
+    assert not bare.has_mixed_layers
     assert not bare.tells_states
     every = Features.one_type(("native",), ("float16", "float32"))
     assert every.attention_dtypes == {}

@@ -408,7 +408,7 @@ def test_what_does_not_go_with_states_is_refused_before_anything_is_loaded(
 def test_a_fallback_that_runs_no_linear_attention_is_refused_at_once(
     stateful: list[LoadOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    features = Features.one_type(("native",), ("float32",))
+    features = Features.one_type(("native",), ("float32",), runs_ours=False)
     for told in (features, None):
         probe = Probe(available=True, reason="", features=told)
         provider = SimpleNamespace(probe=lambda found=probe: found)
