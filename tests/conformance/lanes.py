@@ -120,7 +120,7 @@ def _cpu_lanes() -> list[Lane]:
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
     # Its attention caps no scores, and has no latents.
-    refused = ("gemma2", *LATENT_FAMILIES, *MIXED_FAMILIES)
+    refused = ("gemma2", *LATENT_FAMILIES)
     return [
         Lane("openvino", "openvino", exact, refused=refused),
         Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),
