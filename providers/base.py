@@ -49,6 +49,7 @@ class Features:
     # matmul_accuracy_level -> the type that all activations have then; others leave it open.
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
+    has_gelu_experts: bool = False  # likewise those whose gate is a GELU
     has_states: bool = False  # layers of linear attention run, which keep states of sequences
     has_latents: bool = False  # multi-head latent attention is computed
     # Layers may have other heads than others, and read their keys and values.
@@ -73,7 +74,8 @@ class Features:
             dtypes: of activations, the preferred first.
             native_dtypes: those of them that its native attention takes; None: all.
             runs_ours: whether it runs graphs of standard operators that our passes make, and so
-                latent attention and layers with a state, and tells hidden states.
+                latent attention, layers with a state and those that differ, and tells hidden
+                states.
         """
         taken = dtypes if native_dtypes is None else tuple(d for d in dtypes if d in native_dtypes)
         by_attention: dict[Attention, tuple[str, ...]] = {"native": taken}
@@ -84,6 +86,7 @@ class Features:
             {dtype: (dtype,) for dtype in dtypes},
             has_states=runs_ours,
             has_latents=runs_ours,
+            has_mixed_layers=runs_ours,
             tells_states=runs_ours,
             attention_dtypes={} if taken == dtypes else by_attention,
         )

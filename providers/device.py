@@ -26,18 +26,13 @@ from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, KVFormat, LoadOptions
 from onnxport.providers.buckets import Buckets
-from onnxport.providers.device_blocks import (
-    DeviceBlocks,
-    cache_shape,
-    device_caches,
-    layer_caches,
-)
+from onnxport.providers.device_blocks import BlockRoom, allocate
 from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
 from onnxport.providers.device_states import device_states
 from onnxport.providers.failures import reported
 from onnxport.providers.hidden_states import check_hidden_layers, final_features
-from onnxport.providers.mixed_layers import refuse_mixed_layers
+from onnxport.providers.mixed_layers import refuse_mixed_adapters
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -80,7 +75,7 @@ def load_on_device(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
         )
-    refuse_mixed_layers(artifact, recipe.provider)
+    refuse_mixed_adapters(artifact, options)
     refuse_adapters(artifact, options)
     has_states = artifact.manifest.model.linear is not None
     if options.capture_graphs and has_states:
@@ -155,17 +150,15 @@ def load_on_device(
         check_host_operators(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
-    shape = cache_shape(model, lowering.groups.num_places, spec.cached_layers[0])
     buckets = None
     if recipe.bucketed or captures:
         buckets = _buckets(pool, captures=captures, has_states=has_states)
     spare = max(1, buckets.spare_blocks) if buckets else 0
     pool_bytes = pool.num_blocks * pool.block_bytes + states.num_bytes
     with reported(f"making a KV cache of {pool_bytes} bytes and what it needs", recipe.device):
-        caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
         group = TRANSFER_BLOCKS if recipe.bucketed else None
-        blocks = DeviceBlocks(caches, shape, pool.num_blocks, target, group)
-        caches = layer_caches(caches, lowering.groups, spec.cached_layers)
+        room = BlockRoom(pool.num_blocks, spare, pool.block_size, group)
+        caches, blocks = allocate(model, spec, lowering.groups, room, target)
         caches += device_states(spec, states, TYPES[lowering.dtype], target)
         capabilities = _capabilities(artifact, recipe, lowering, pool)
         capabilities = replace(
@@ -276,6 +269,7 @@ def _capabilities(
         windows=lowering.groups.windows,
         features=check_hidden_layers(artifact, options),
         final_features=final_features(artifact, options),
+        moves_blocks=spec.has_even_caches,
     )
 
 

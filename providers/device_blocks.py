@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,8 +15,10 @@ from onnxport.graphs import block_transfers as graphs
 from onnxport.graphs import contract
 from onnxport.graphs.block_transfers import CacheShape
 from onnxport.graphs.cache_groups import LayerGroups
+from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
-from onnxport.providers.blocks import block_index
+from onnxport.providers.blocks import SeveralBlocks, block_index
+from onnxport.providers.layer_groups import CacheKind, cache_kinds
 from onnxport.providers.ort import (
     CacheTensor,
     Target,
@@ -23,6 +26,7 @@ from onnxport.providers.ort import (
     quiet_options,
     start_session,
 )
+from onnxport.providers.transfers import Blocks
 
 MOST_BYTES: Final = 64 << 20  # of blocks that one run moves, in memory beside the caches
 
@@ -170,34 +174,61 @@ def device_caches(
     return caches
 
 
-def layer_caches(
-    caches: Sequence[CacheTensor], groups: LayerGroups, layers: Sequence[int]
-) -> list[CacheTensor]:
-    """The caches of all layers, where those of the places of a block are there: see LayerGroups.
+@dataclass(frozen=True, slots=True)
+class BlockRoom:
+    """What blocks caches have."""
+
+    num_blocks: int  # of the pool
+    spare_blocks: int  # behind it, where what pads a step is written
+    block_size: int  # tokens
+    group: int | None  # blocks moved at a time, see DeviceBlocks
+
+
+def allocate(
+    model: onnx.ModelProto, spec: ArchSpec, groups: LayerGroups, room: BlockRoom, target: Target
+) -> tuple[list[CacheTensor], Blocks]:
+    """Zeroed caches of all layers in the memory of a device, and what moves their blocks.
+
+    Layers that have the same place in a block, and the same heads, share theirs: see LayerGroups.
 
     Args:
-        caches: as `device_caches` makes them, of `groups.num_places` layers.
-        groups: of the layers.
-        layers: those that have caches, `ArchSpec.cached_layers`.
+        model: the paged graph, which declares what its caches are.
+        spec: of the model.
+        groups: of its layers.
+        room: how many blocks there are, and how large.
+        target: the execution provider that holds them.
     """
-    parts = len(caches) // groups.num_places
-    return [
-        CacheTensor(*names, caches[parts * place + which].value)
-        for layer, (_, place) in zip(layers, groups.places, strict=True)
-        for which, names in enumerate(contract.cache_names(layer, parts))
+    kinds = cache_kinds(spec, groups)
+    made: dict[CacheKind, list[CacheTensor]] = {}
+    moved: list[Blocks] = []
+    for heads in dict.fromkeys(kind[1:] for kind in kinds):
+        own = sorted({kind for kind in kinds if kind[1:] == heads})
+        shape = cache_shape(model, len(own), spec.cached_layers[kinds.index(own[0])])
+        num_blocks = room.num_blocks + room.spare_blocks
+        caches = device_caches(shape, num_blocks, room.block_size, target)
+        moved.append(DeviceBlocks(caches, shape, room.num_blocks, target, room.group))
+        for number, kind in enumerate(own):
+            made[kind] = caches[shape.parts * number : shape.parts * (number + 1)]
+    tensors = [
+        CacheTensor(*names, cache.value)
+        for layer, kind in zip(spec.cached_layers, kinds, strict=True)
+        for names, cache in zip(
+            contract.cache_names(layer, len(made[kind])), made[kind], strict=True
+        )
     ]
+    return tensors, moved[0] if len(moved) == 1 else SeveralBlocks(moved)
 
 
-def cache_shape(model: onnx.ModelProto, num_layers: int, first_layer: int = 0) -> CacheShape:
-    """What the caches of a paged graph are, by its own declaration.
+def cache_shape(model: onnx.ModelProto, num_layers: int, layer: int) -> CacheShape:
+    """What the caches of layers of a paged graph are, by its own declaration.
 
     Args:
         model: the graph.
-        num_layers: that a block has room for.
-        first_layer: the first that has caches.
+        num_layers: of this shape that a block has room for.
+        layer: one of them.
     """
     infos = {info.name: info for info in model.graph.input}
-    info = infos[contract.past_key(first_layer)]
+    info = infos[contract.past_key(layer)]
     kv_heads, head_size = (dim.dim_value for dim in info.type.tensor_type.shape.dim[2:])
-    parts = 2 if contract.past_value(first_layer) in infos else 1
+    parts = 2 if contract.past_value(layer) in infos else 1
     return CacheShape(num_layers, kv_heads, head_size, info.type.tensor_type.elem_type, parts)

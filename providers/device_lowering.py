@@ -258,6 +258,11 @@ class DeviceLowering:
         limits = self._recipe.native
         if limits is None:
             return self._recipe.why_not_native or f"{self._recipe.device} has no PagedAttention"
+        if self._artifact.manifest.model.has_mixed_layers:
+            return (
+                "layers differ in their heads, or read keys and values of others, for which the "
+                "device's PagedAttention is not used"
+            )
         if self._emulate and find_library() is None:
             return "the C++ kernel that would stand in for it was not built"
         try:

@@ -12,7 +12,7 @@ def refuse_mixed_layers(artifact: Artifact, provider: str) -> None:
     if artifact.manifest.model.has_mixed_layers:
         raise ProviderError(
             f"layers of {artifact.path.name} have other heads than others or read their keys and "
-            f"values, which the {provider} provider does not do; cpu does"
+            f"values, which {provider} does not do; choose another provider, such as cpu"
         )
 
 

@@ -95,7 +95,9 @@ def plan_pool(
     if options.kv_cache_tokens is not None:
         num_blocks -= num_blocks % num_groups  # whole columns
     if buffer_bytes is not None:
-        most = buffer_bytes * parts * num_places // block_bytes
+        # The widest cache is the first that does not fit.
+        widths = [heads * size for _, heads, size in set(cache_kinds(spec, groups))]
+        most = buffer_bytes * parts * sum(widths) // (block_bytes * max(widths))
         if most < num_blocks and is_exact(options):
             raise CapacityError(
                 f"the KV cache does not fit: {asked}, and the device's buffers hold up to "

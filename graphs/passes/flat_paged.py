@@ -11,12 +11,13 @@ lists without padding, as OpenVINO's PagedAttentionExtension takes them:
     max_context_len        int32 []                  the longest sequence, new tokens included
 
 The caches stay graph inputs, in whatever layout the device fills them, and are written in place;
-the graph's outputs for them are removed.
+the graph's outputs for them are removed. Layers that read another one's caches get the inputs of
+that, and write the same keys and values there once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -42,6 +43,7 @@ BLOCK_INDICES: Final = "block_indices"
 BLOCK_INDICES_BEGINS: Final = "block_indices_begins"
 MAX_CONTEXT_LEN: Final = "max_context_len"
 SINKS: Final = 10  # the operator's input of these, [1, num_heads, 1, 1]; left out where none are
+_CACHES: Final = (PagedInput.KEY_CACHE, PagedInput.VALUE_CACHE)
 _REPLACED: Final = (contract.BLOCK_TABLE, contract.ATTENTION_METADATA)
 _ADDED: Final[Mapping[str, tuple[int, list[str]]]] = {
     POSITIONS: (TensorProto.INT64, [contract.NUM_TOKENS]),
@@ -68,7 +70,7 @@ def flatten_paged(model: onnx.ModelProto) -> PassResult:
     g = GraphBuilder("flat")
     g.reserve((names(copy) | set(_ADDED)) - set(layers))
     _replace_inputs(copy, {name for layer in layers.values() for name in layer.outputs[1:]})
-    rewriter = _Rewriter(g, copy)
+    rewriter = _Rewriter(g, copy, _inputs_of_presents(layers.values()))
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
         if is_paged_attention(node):
@@ -108,11 +110,22 @@ def _replace_inputs(model: onnx.ModelProto, presents: set[str]) -> None:
         field.extend(copies)
 
 
+def _inputs_of_presents(layers: Iterable[PagedAttentionNode]) -> dict[str, str]:
+    """The cache that each output of the graph is the new content of."""
+    return {
+        present: layer.input(position)
+        for layer in layers
+        for position, present in zip(_CACHES, layer.outputs[1:], strict=True)
+        if present
+    }
+
+
 class _Rewriter:
     """Emits the replacement of each node; layers share the rows of the RoPE tables."""
 
-    def __init__(self, g: GraphBuilder, model: onnx.ModelProto) -> None:
+    def __init__(self, g: GraphBuilder, model: onnx.ModelProto, pasts: Mapping[str, str]) -> None:
         self._g = g
+        self._pasts = pasts
         self._initializers = initializers(model)
         self._rows: dict[str, str] = {}  # table -> its rows at the tokens' positions
 
@@ -136,8 +149,7 @@ class _Rewriter:
             FLAT_PAGED_ATTENTION,
             [
                 *rows,
-                layer.input(PagedInput.KEY_CACHE),
-                layer.input(PagedInput.VALUE_CACHE),
+                *(self._pasts.get(cache, cache) for cache in map(layer.input, _CACHES)),
                 layer.input(PagedInput.PAST_SEQUENCE_LENGTHS),
                 layer.input(PagedInput.CUMULATIVE_SEQUENCE_LENGTHS),
                 BLOCK_INDICES,

@@ -44,7 +44,7 @@ CachePair = tuple[NDArray[Any], NDArray[Any]]  # of one layer: key, value
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """What the caches of a compiled model are; all layers are alike."""
+    """What the caches of a layer of a compiled model are."""
 
     dtype: str  # float32, float16, bfloat16, or int8: uint8 with scales and zeros
     block_size: int  # tokens

@@ -23,7 +23,7 @@ def precision(compiled: Any) -> str:
 def cache_format(
     compiled: Any, heads: tuple[int, int], *, transposed_keys: bool = False, layer: int = 0
 ) -> CacheFormat:
-    """What the plugin made of the caches of a layer, which are like all others.
+    """What the plugin made of the caches of a layer.
 
     For the other arguments see `caches.read_format`.
 

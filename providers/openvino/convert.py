@@ -26,7 +26,8 @@ from onnx import TensorProto, helper
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
-from onnxport.graphs.experts import Swiglu
+from onnxport.graphs.experts import GELU, Swiglu
+from onnxport.graphs.inspect import attribute_text
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.chunk_linear import chunk_linear
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, SINKS, flatten_paged
@@ -70,7 +71,7 @@ def lower(
     """
     step = made = int8_experts(artifact, artifact.load_graph("paged"), "float32")
     yield step
-    step = split_experts(step.model, lambda node: not (keep_experts and is_swiglu(node)), made)
+    step = split_experts(step.model, lambda node: not (keep_experts and _is_known(node)), made)
     yield step
     step = split_matmul(step.model)
     yield step
@@ -85,6 +86,11 @@ def lower(
         step = chunk_linear(step.model, takes_tile=True)
         yield step
     yield flatten_paged(step.model)
+
+
+def _is_known(node: onnx.NodeProto) -> bool:
+    """Whether experts are what `convert` writes as the plugin's pattern, whose gate is a SiLU."""
+    return is_swiglu(node) and attribute_text(node, "activation_type") != GELU
 
 
 def collect_weights(

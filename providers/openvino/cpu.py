@@ -75,6 +75,7 @@ class CpuPlugin:
             LEVEL_DTYPES,
             has_experts=self.gathers_experts,
             has_states=True,
+            has_mixed_layers=True,
         )
 
     def check(self, options: LoadOptions) -> None:

@@ -13,14 +13,13 @@ from typing import Any, Final
 
 import onnx
 
-from onnxport.errors import OptionError, ProviderError
+from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.flat_paged import flatten_paged, has_sinks
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.split_experts import MOE, QMOE
-from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.base import (
     Capabilities,
@@ -34,15 +33,16 @@ from onnxport.providers.failures import device_error
 from onnxport.providers.hidden_states import refuse_hidden_states
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.latents import refuse_latents
-from onnxport.providers.mixed_layers import refuse_mixed_layers
+from onnxport.providers.mixed_layers import refuse_mixed_adapters, refuse_mixed_layers
 from onnxport.providers.openvino.caches import CacheFormat
-from onnxport.providers.openvino.compiled import cache_format, placement, precision
+from onnxport.providers.openvino.compiled import placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
 from onnxport.providers.openvino.core import import_openvino, new_core
 from onnxport.providers.openvino.cpu import CpuPlugin
 from onnxport.providers.openvino.experts import PRODUCTS, count_gathers
 from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
+from onnxport.providers.openvino.layer_caches import allocate, check_caches, row_bytes
 from onnxport.providers.openvino.lora import OpenVinoLora
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
@@ -118,10 +118,12 @@ class OpenVinoProvider:
             raise ProviderError(reason)
         refuse_hidden_states(artifact, options, self.name)
         refuse_latents(artifact, self.name)
-        refuse_mixed_layers(artifact, self.name)
+        refuse_mixed_adapters(artifact, options)
         refuse_adapters(artifact, options)
         core = new_core()
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
+        if plugin.device != "CPU":
+            refuse_mixed_layers(artifact, f"openvino on a {plugin.device}")
         _check_attention(options)
         plugin.check(options)
         spec = artifact.manifest.model
@@ -158,7 +160,8 @@ class OpenVinoProvider:
         ]
         _check_precision(graphs[-1].compiled, plugin, options)
         _check_experts(model, graphs)
-        form = _check_caches(graphs, plugin, spec, options)
+        forms = check_caches(graphs, plugin, spec, options)
+        form = forms[0]
         token_bytes = form.layer_bytes / form.block_size
         plan = partial(
             plan_pool,
@@ -168,6 +171,7 @@ class OpenVinoProvider:
             item_bytes=token_bytes / (2 * spec.num_kv_heads * spec.head_size),
             free_bytes=room.free_bytes,
             buffer_bytes=room.buffer_bytes,
+            row_bytes=row_bytes(spec, forms),
         )
         held_bytes = room.weight_bytes + (lora.num_bytes() if lora else 0)
         pool, states = plan_memory(spec, options, room.free_bytes, plan, held_bytes)
@@ -180,7 +184,7 @@ class OpenVinoProvider:
         )
         layers = spec.cached_layers
         try:
-            pairs, blocks = plugin.allocate(core, form, len(layers), pool.num_blocks)
+            pairs, blocks = allocate(core, plugin, forms, pool.num_blocks)
             rows = RowStates(spec, states) if states.num_slots else None
         except Exception as error:  # OpenVINO's own classes derive from Exception alone
             doing = f"making a KV cache of {pool.num_blocks * pool.block_bytes} bytes"
@@ -289,6 +293,7 @@ def _capabilities(
         max_batch_rows=None,
         placement=placement(compiled),
         rounds_anew=form.dtype == "int8",
+        moves_blocks=artifact.manifest.model.has_even_caches,
     )
 
 
@@ -356,30 +361,6 @@ def _check_experts(model: onnx.ModelProto, graphs: Sequence[Graph]) -> None:
             "each token there; results are the same, after several times the work",
             kept,
         )
-
-
-def _check_caches(
-    graphs: Sequence[Graph], plugin: Plugin, spec: ArchSpec, options: LoadOptions
-) -> CacheFormat:
-    """What the plugin made of the caches, held to what was asked for."""
-    heads, first = (spec.num_kv_heads, spec.head_size), spec.cached_layers[0]
-    forms = [
-        cache_format(graph.compiled, heads, transposed_keys=plugin.transposed_keys, layer=first)
-        for graph in graphs
-    ]
-    form = forms[0]
-    assert forms.count(form) == len(forms), f"graphs do not share a cache: {forms}"
-    if options.kv_cache_dtype not in ("auto", form.dtype):
-        raise OptionError(
-            f"kv_cache_dtype is {options.kv_cache_dtype!r}, but on this device OpenVINO made "
-            f"a cache of {form.dtype}; ask for that, or for auto"
-        )
-    if options.block_size not in (None, form.block_size):
-        raise ProviderError(
-            f"block_size is {options.block_size}; OpenVINO stores blocks of {form.block_size} "
-            f"tokens on a {plugin.device}, ask for that or leave it out"
-        )
-    return form
 
 
 def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:

@@ -120,7 +120,7 @@ def _cpu_lanes() -> list[Lane]:
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
     # Its attention caps no scores, and has no latents.
-    refused = ("gemma2", *LATENT_FAMILIES, *MIXED_FAMILIES)
+    refused = ("gemma2", *LATENT_FAMILIES)
     return [
         Lane("openvino", "openvino", exact, refused=refused),
         Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),
@@ -131,13 +131,11 @@ def _device_lanes() -> list[Lane]:
     """Providers that share their lowering, as they choose; where emulated, int4 in float32 too."""
     options = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
     devices = [name for name in registry.PROVIDERS if name not in registry.HOSTS]
-    lanes = [Lane(name, name, options, refused=MIXED_FAMILIES) for name in devices]
+    lanes = [Lane(name, name, options) for name in devices]
     # Decode steps are replayed on cuda if nothing is said, and are not where it is emulated.
     step_by_step = {**options, "capture_graphs": False}
     halves = ("fp16", "int4")
-    lanes.append(
-        Lane("cuda-step-by-step", "cuda", step_by_step, precisions=halves, refused=MIXED_FAMILIES)
-    )
+    lanes.append(Lane("cuda-step-by-step", "cuda", step_by_step, precisions=halves))
     replayed = {**options, "capture_graphs": True}
     lanes.append(
         Lane(
@@ -151,7 +149,7 @@ def _device_lanes() -> list[Lane]:
         )
     )
     for name in registry.EMULATED:
-        emulated = Lane(f"{name}-emulated", name, options, emulated=True, refused=MIXED_FAMILIES)
+        emulated = Lane(f"{name}-emulated", name, options, emulated=True)
         wide = {**options, "dtype": "float32"}
         exact = replace(emulated, name=f"{name}-emulated-float32", options=wide)
         lanes += [emulated, replace(exact, precisions=("int4",))]

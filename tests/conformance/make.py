@@ -36,7 +36,7 @@ LATENT: Final = (
     ("deepseek-v3", "fp16"),
     ("glm4-moe-lite", "fp32"),
 )
-# Layers that differ in their heads or share keys and values, which only the processor has.
+# Layers that differ in their heads or share keys and values.
 MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
 # Layers with a state in place of keys and values.
 HYBRID: Final = (("qwen3.5", "fp32"),)

@@ -20,6 +20,7 @@ from onnxport.graphs.inspect import element_types
 from onnxport.providers import (
     cuda,
     device,
+    device_blocks,
     device_lowering,
     directml,
     migraphx,
@@ -529,7 +530,7 @@ def test_a_cache_that_cannot_be_made_is_an_error_of_ours(
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to allocate memory for requested buffer of size 5")
 
-    monkeypatch.setattr(device, "device_caches", fail)
+    monkeypatch.setattr(device_blocks, "device_caches", fail)
     artifact = Artifact.read(tiny_artifact("llama", "int4"))
     with pytest.raises(DeviceMemoryError, match="had no memory left while making a KV cache"):
         get_provider(provider, emulate=True).load(artifact, LoadOptions(kv_cache_tokens=512))

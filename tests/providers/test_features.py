@@ -58,6 +58,7 @@ def test_openvino_s_own_device_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
         {1: "float32", 2: "float32", 3: "bfloat16"},
         has_experts=platform.machine() in ("x86_64", "AMD64"),
         has_states=True,
+        has_mixed_layers=True,
     )
 
 
@@ -107,9 +108,11 @@ def test_an_attention_may_take_some_types_alone() -> None:
     assert found.go_together("auto", "auto", 1, "native")
     assert found.go_together("float16", "float16", 1, "native")
     assert found.has_latents
+    assert found.has_mixed_layers
     assert found.tells_states
     bare = Features.one_type(("native",), ("float16",), runs_ours=False)
     assert not bare.has_latents
+    assert not bare.has_mixed_layers
     assert not bare.tells_states
     every = Features.one_type(("native",), ("float16", "float32"))
     assert every.attention_dtypes == {}
@@ -162,8 +165,8 @@ def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> N
 def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_library() is None or features("cpu").attention == ("custom", "decomposed")
     monkeypatch.setattr(library, "find_library", lambda: None)
-    names = ("has_experts", "has_states", "has_latents", "has_mixed_layers", "tells_states")
-    able = dict.fromkeys(names, True)
+    names = ("experts", "gelu_experts", "states", "latents", "mixed_layers")
+    able = {f"has_{name}": True for name in names} | {"tells_states": True}
     expected = Features(("decomposed",), ("float32",), ("float32",), **able)
     assert features("cpu") == expected
 

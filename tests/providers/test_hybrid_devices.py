@@ -14,7 +14,7 @@ import pytest
 
 from onnxport.errors import CapacityError
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers import device, device_lowering, directml, migraphx, webgpu
+from onnxport.providers import device, device_blocks, device_lowering, directml, migraphx, webgpu
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.ort import CPU
@@ -115,14 +115,14 @@ def test_memory_is_of_as_many_layers_as_a_group_has(
 ) -> None:
     """Layers of the same place are bound to the same memory."""
     made: list[int] = []
-    allocate = device.device_caches
+    allocate = device_blocks.device_caches
 
     def note(*arguments: Any) -> Any:
         caches = allocate(*arguments)
         made.append(len(caches))
         return caches
 
-    monkeypatch.setattr(device, "device_caches", note)
+    monkeypatch.setattr(device_blocks, "device_caches", note)
     limits = load(find("alternating"), "cuda").capabilities
     whole = load(find("alternating"), "cuda", hybrid_kv_cache=False).capabilities
     assert made == [4, 8]

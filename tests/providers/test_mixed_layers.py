@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from onnxport.graphs.cache_groups import LayerGroups, group_layers
 from onnxport.graphs.paged import attention_nodes, is_paged_attention
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.providers import registry
-from onnxport.providers.base import Attention, LoadOptions
+from onnxport.providers.base import Attention, Features, LoadOptions, Probe
 from onnxport.providers.layer_groups import cache_kinds, layer_groups
+from onnxport.serving import loading
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
@@ -109,23 +111,26 @@ def test_what_keeps_blocks_elsewhere_is_refused(windows: Path, tmp_path: Path) -
         Engine(model, config=config)
 
 
-def test_a_fallback_that_would_refuse_it_is_refused_at_the_start(windows: Path) -> None:
-    if reason := registry.get_provider("openvino").probe().reason:
-        pytest.skip(reason)
-    words = "openvino cannot be a fallback here: layers of the model differ"
+def test_a_fallback_that_would_refuse_it_is_refused_at_the_start(
+    windows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = Features.one_type(("native",), ("float32",), runs_ours=False)
+    provider = SimpleNamespace(probe=lambda: Probe(True, "", features=lacking))
+    monkeypatch.setattr(loading, "get_provider", lambda name: provider)
+    words = "other cannot be a fallback here: layers of the model differ"
     with pytest.raises(ProviderError, match=words):
-        open_engine(windows, "cpu", fallback=("openvino",), needs_tokenizer=False)
+        open_engine(windows, "cpu", fallback=("other",), needs_tokenizer=False)
 
 
-@pytest.mark.parametrize("case", ["gemma4", "gemma4-shared"])
-def test_others_refuse_such_a_model(case: str, tiny_artifact: ArtifactMaker) -> None:
-    artifact = Artifact.read(tiny_artifact(case, "int4"))
-    options = LoadOptions(threads=1, kv_cache_tokens=256)
-    for name in registry.EMULATED:
-        with pytest.raises(ProviderError, match=f"which the {name} provider does not do; cpu does"):
-            registry.get_provider(name, emulate=True).load(artifact, options)
+@pytest.mark.parametrize("name", [*registry.HOSTS, *registry.EMULATED])
+def test_adapters_are_refused(name: str, tiny_artifact: ArtifactMaker) -> None:
+    provider = registry.get_provider(name, emulate=name not in registry.HOSTS)
+    if reason := name in registry.HOSTS and provider.probe().reason:
+        pytest.skip(reason)
+    artifact = Artifact.read(tiny_artifact("gemma4", "int4"))
+    options = LoadOptions(threads=1, kv_cache_tokens=256, max_adapters=1)
     with pytest.raises(ProviderError, match="merge the adapter"):
-        registry.get_provider("cpu").load(artifact, replace(options, max_adapters=1))
+        provider.load(artifact, options)
 
 
 @pytest.mark.parametrize(

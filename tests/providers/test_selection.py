@@ -26,8 +26,8 @@ from tests.providers.conftest import ArtifactMaker
 WEIGHTS = SimpleNamespace(size=1 << 20)
 
 
-def artifact(experts: ExpertsSpec | None) -> Any:
-    model = SimpleNamespace(experts=experts)
+def artifact(experts: ExpertsSpec | None, hidden_act: str = "silu") -> Any:
+    model = SimpleNamespace(experts=experts, hidden_act=hidden_act)
     files = {WEIGHTS_FILE: WEIGHTS}
     manifest = SimpleNamespace(fingerprint="f" * 64, files=files, model=model)
     return SimpleNamespace(path=Path("model"), manifest=manifest)
@@ -174,17 +174,21 @@ def test_who_lacks_what_is_asked_for_is_not_loaded(
     assert f"provider a was not chosen: {name} is '{value}', but it has " in said()
 
 
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu_tanh"])
 def test_of_those_on_a_processor_one_with_experts_is_taken(
-    machine: Machine, fake: Maker, said: Callable[[], str], tmp_path: Path
+    machine: Machine, fake: Maker, said: Callable[[], str], tmp_path: Path, hidden_act: str
 ) -> None:
-    able = replace(FEATURES, has_experts=True)
+    """By the gate that they have."""
+    silu = replace(FEATURES, has_experts=True)
+    able = silu if hidden_act == "silu" else replace(silu, has_gelu_experts=True)
     providers = {
-        "a": fake(),
+        "a": fake(features=FEATURES if hidden_act == "silu" else silu),
         "cpu": fake(features=able, run_s=0.5),
         "c": fake(features=None),
         "gpu": fake(kind="gpu", run_s=2.0),
     }
-    mixed = artifact(ExpertsSpec(count=8, per_token=2, size=48, normalized=True))
+    spec = ExpertsSpec(count=8, per_token=2, size=48, normalized=True)
+    mixed = artifact(spec, hidden_act)
     model = choose(mixed, providers, LoadOptions(), tmp_path, machine.clock)
     assert model in providers["cpu"].loaded
     assert providers["gpu"].loaded, "it is tried all the same"
