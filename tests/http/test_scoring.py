@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +19,10 @@ import pytest
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.classifying import Classifier, similarity
+from onnxport.serving.http import scoring
 from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.pooling import Embedder
+from onnxport.serving.scoring import PairPlanner, StoppedError
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
 from tests.serving.adapting import content
@@ -427,6 +432,42 @@ async def test_what_is_judged_is_counted(model_folder: Path) -> None:
             if line.startswith("vllm:request_success_total") and '"stop"' in line
         ]
         assert done.endswith(" 3.0")
+
+
+async def test_pairs_have_so_many_tokens_in_all(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a pair may always be as long as the context."""
+    monkeypatch.setattr(scoring, "MOST_TOKENS", 4)
+    async with serving(model_folder, num_blocks=512) as server:
+        body = {"query": "a" * 300, "documents": ["b"] * 4}
+        error = error_of(await server.post("/rerank", **body), 400)
+        assert "one request may have 1024 in all of its prompts" in error["message"]
+        await server.answer("/rerank", **{**body, "documents": ["b"] * 3})
+
+
+async def test_pairs_are_not_made_for_a_client_that_is_gone(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+    stopped = []
+
+    def plan(planner: Any, pairs: Any, params: Any, is_stopped: Any) -> Any:
+        began.set()
+        while not is_stopped() and len(stopped) < 500:
+            stopped.append(time.sleep(0.01))
+        ended.set()
+        raise StoppedError("ended")
+
+    monkeypatch.setattr(PairPlanner, "plan", plan)
+    async with serving(model_folder) as server:
+        asked = asyncio.ensure_future(server.post("/rerank", query="a", documents=["b"]))
+        assert await asyncio.to_thread(began.wait, 10)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+        assert await asyncio.to_thread(ended.wait, 10)
+        assert len(stopped) < 500
 
 
 async def test_it_runs_beside_what_generates(model_folder: Path) -> None:

@@ -28,6 +28,7 @@ from onnxport.serving.scoring import (
     OF_QUERIES,
     PairParams,
     PairPlanner,
+    StoppedError,
 )
 from onnxport.serving.tokenizer import Tokenizer
 from tests.http.scripted import write_tokenizer
@@ -262,13 +263,15 @@ def test_texts_have_one_vector_each_behind_the_models_prompts(tokenizer: Tokeniz
     planner = PairPlanner(tokenizer, PROMPTED, None, 100)
     pairs = [("a", "b"), ("a", "a"), ("a", "b")]
     plan = planner.plan(pairs, PairParams(sides=(OF_QUERIES, OF_DOCUMENTS)))
-    assert plan.prompts == [tokenizer.encode(text) for text in ("q:a", "p:b", "p:a")]
+    assert list(map(list, plan.prompts)) == [
+        tokenizer.encode(text) for text in ("q:a", "p:b", "p:a")
+    ]
     vectors = [np.array(one, np.float32) for one in ([1, 0], [2, 3], [4, 5])]
     assert plan.scores(vectors) == [2, 4, 2]  # of which "dot" makes products
     plan = planner.plan(pairs[:1], PairParams())
-    assert plan.prompts == [tokenizer.encode(text) for text in ("o:a", "o:b")]
+    assert list(map(list, plan.prompts)) == [tokenizer.encode(text) for text in ("o:a", "o:b")]
     cut = planner.plan([("abcdef", "abcdefgh")], PairParams(most_tokens=100, most_of_document=2))
-    assert cut.prompts == [tokenizer.encode(text) for text in ("o:abcd", "o:ab")]
+    assert list(map(list, cut.prompts)) == [tokenizer.encode(text) for text in ("o:abcd", "o:ab")]
     with pytest.raises(RequestError, match="have none"):
         planner.plan(pairs, PairParams(instruction="find"))
     with pytest.raises(RequestError, match="probabilities were declined"):
@@ -276,6 +279,58 @@ def test_texts_have_one_vector_each_behind_the_models_prompts(tokenizer: Tokeniz
     for name in ("most_tokens", "most_of_document"):
         with pytest.raises(RequestError, match=f"{name} is 0"):
             PairParams(**{name: 0})
+
+
+class Counting:
+    """A tokenizer that counts what it is asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.count = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.count += 1
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("models", [(None, PAIRS), (LAST, None)])
+def test_no_prompt_is_made_behind_one_that_is_too_long(models: Any, tokenizer: Tokenizer) -> None:
+    query = "abcdefgh" * 4
+    for longest, words in ((20, "context length is 20 tokens"), (100, None)):
+        counting = Counting(tokenizer)
+        planner = PairPlanner(counting, *models, longest)
+        pairs = [(query, str(number)) for number in range(50)]
+        if words is None:
+            planner.plan(pairs, PairParams())
+            assert counting.count >= 50
+            continue
+        for params in (PairParams(), PairParams(most_of_document=3), PairParams(most_tokens=60)):
+            counting.count = 0
+            with pytest.raises(CapacityError, match=words):
+                planner.plan(pairs, params)
+            assert counting.count <= 2
+
+
+def test_prompts_of_a_request_have_so_many_tokens_in_all(tokenizer: Tokenizer) -> None:
+    pairs = [("ab", "cd")] * 3
+    size = len(PairEncoder(tokenizer, TEMPLATE, 100).encode("ab", "cd"))
+    assert len(PairPlanner(tokenizer, None, PAIRS, 100, 3 * size).plan(pairs, PairParams()).prompts)
+    counting = Counting(tokenizer)
+    with pytest.raises(CapacityError, match=f"first 2 prompts have {2 * size} tokens"):
+        PairPlanner(counting, None, PAIRS, 100, 2 * size - 1).plan(pairs, PairParams())
+    assert counting.count == 2
+
+
+@pytest.mark.parametrize("models", [(None, PAIRS), (LAST, None)])
+def test_no_prompt_is_made_when_nobody_waits(models: Any, tokenizer: Tokenizer) -> None:
+    counting = Counting(tokenizer)
+    pairs = [(str(number), "a") for number in range(9)]
+    with pytest.raises(StoppedError):
+        PairPlanner(counting, *models, 100).plan(pairs, PairParams(), lambda: counting.count == 3)
+    assert counting.count == 3
 
 
 def test_a_prompt_goes_ahead_of_a_text(tokenizer: Tokenizer) -> None:
