@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from onnxport.errors import RequestError
+from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.chat import check_variables
 from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_messages import ChatMessage
@@ -52,15 +53,78 @@ class EmbeddingFields(Body):
         )
 
 
-class TextsRequest(EmbeddingFields):
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Tokens around a text that stay where the text is cut: the model's prompt, special tokens.
+
+    Attributes:
+        num_ahead: of them, the first of a prompt.
+        num_behind: likewise, the last.
+    """
+
+    num_ahead: int = 0
+    num_behind: int = 0
+
+    @classmethod
+    def of(cls, prompt: list[int], bare: list[int]) -> Self:
+        """Find them in a prompt, by what that is without its text."""
+        shorter = min(len(prompt), len(bare))
+        ahead = next((at for at in range(shorter) if prompt[at] != bare[at]), shorter)
+        left = shorter - ahead
+        behind = next((at for at in range(left) if prompt[-1 - at] != bare[-1 - at]), left)
+        return cls(ahead, behind)
+
+
+class CutRequest(EmbeddingFields):
+    """Texts that may be cut."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
+    truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
+
+    @model_validator(mode="after")
+    def _check_cut(self) -> Self:
+        check_truncation(self.truncate_prompt_tokens)
+        return self
+
+    def truncated(self, prompt: list[int], most_tokens: int, around: Around) -> list[int]:
+        """Return a prompt without the beginning or the end of its text.
+
+        Args:
+            prompt: token ids.
+            most_tokens: that there is room for, where `truncate_prompt_tokens` is -1.
+            around: what stays of it in any case.
+
+        Raises:
+            CapacityError: nothing of the text would be left.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        most = most_tokens if most == -1 else most
+        if len(prompt) <= most:
+            return prompt
+        first, behind = around.num_ahead, around.num_behind
+        room = most - first - behind
+        if room < 1:
+            raise CapacityError(
+                f"the prompt that goes ahead of a text, and special tokens, are {first + behind} "
+                f"tokens, and a prompt is to have {most} at most, so that nothing of the text "
+                'would be left; allow more, or send prompt_name "" for no prompt'
+            )
+        end = len(prompt) - behind
+        text = prompt[first : first + room]
+        if self.truncation_side != "right":
+            text = prompt[end - room : end]
+        return prompt[:first] + text + prompt[end:]
+
+
+class TextsRequest(CutRequest):
     """Texts or tokens as OpenAI has them, or vLLM's conversation."""
 
     input: Prompts | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = (
         None
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
-    truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
     add_special_tokens: bool | None = None  # true of a text, false of a conversation
     add_generation_prompt: bool | None = None  # false unless told otherwise
     continue_final_message: bool | None = None
@@ -82,22 +146,8 @@ class TextsRequest(EmbeddingFields):
                 raise RequestError(
                     f"{alone[0]} goes with messages; send these, or leave it out", alone[0]
                 )
-        check_truncation(self.truncate_prompt_tokens)
         check_variables(self.chat_template_kwargs)
         return self
-
-    def truncated(self, prompt: list[int], most_tokens: int) -> list[int]:
-        """Return the end of a prompt, or its beginning, as `truncate_prompt_tokens` says.
-
-        Args:
-            prompt: token ids.
-            most_tokens: that there is room for.
-        """
-        most = self.truncate_prompt_tokens
-        if most is None:
-            return prompt
-        most = most_tokens if most == -1 else most
-        return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
 
 
 def check_truncation(num_tokens: int | None) -> None:
@@ -125,10 +175,7 @@ class EmbeddingRequest(TextsRequest):
                 "normalize and use_activation are two names of one field; send one of them",
                 "use_activation",
             )
-        if self.prompt_name is not None and not _are_texts(self.input):
-            raise RequestError(
-                "prompt_name goes with texts; send input as these, or leave it out", "prompt_name"
-            )
+        _check_prompt_name(self.prompt_name, self.input)
         return self
 
     def params(self) -> PoolingParams:
@@ -137,18 +184,26 @@ class EmbeddingRequest(TextsRequest):
         return PoolingParams(self.dimensions, normalize)
 
 
+def _check_prompt_name(name: str | None, given: Prompts | None) -> None:
+    if name is not None and not _are_texts(given):
+        raise RequestError(
+            "prompt_name goes with texts; send these, or leave it out", "prompt_name"
+        )
+
+
 def _are_texts(given: Prompts | None) -> bool:
     return isinstance(given, str) or (
         given is not None and all(isinstance(one, str) for one in given)
     )
 
 
-class LlamaEmbeddingRequest(EmbeddingFields):
+class LlamaEmbeddingRequest(CutRequest):
     """The body of `/embedding`, one text or several as llama.cpp calls them."""
 
     content: Prompts | None = None
     input: Prompts | None = None  # which it takes, too
     embd_normalize: int | None = None  # 2, by their Euclidean length, unless told otherwise
+    prompt_name: str | None = None  # see `EmbeddingRequest`
 
     @model_validator(mode="after")
     def _check(self) -> LlamaEmbeddingRequest:
@@ -157,6 +212,7 @@ class LlamaEmbeddingRequest(EmbeddingFields):
                 "send content, a text, token ids, or a list of either; or the same as input",
                 "content",
             )
+        _check_prompt_name(self.prompt_name, self.input if self.content is None else self.content)
         if self.embd_normalize not in (None, EUCLIDEAN, NO_NORM):
             raise RequestError(
                 f"embd_normalize is {self.embd_normalize}, which is not supported; send 2, for "
