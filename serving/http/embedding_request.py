@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from onnxport.errors import CapacityError, RequestError
+from onnxport.errors import RequestError
 from onnxport.serving.chat import check_variables
 from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_messages import ChatMessage
@@ -18,6 +17,7 @@ from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TRUNCATED
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import PoolingParams
+from onnxport.serving.truncation import Around, Side, check_truncation, cut
 
 NEUTRAL_EMBEDDING: Final[Mapping[str, Any]] = {
     **LABELS,
@@ -53,33 +53,11 @@ class EmbeddingFields(Body):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Around:
-    """Tokens around a text that stay where the text is cut: the model's prompt, special tokens.
-
-    Attributes:
-        num_ahead: of them, the first of a prompt.
-        num_behind: likewise, the last.
-    """
-
-    num_ahead: int = 0
-    num_behind: int = 0
-
-    @classmethod
-    def of(cls, prompt: list[int], bare: list[int]) -> Self:
-        """Find them in a prompt, by what that is without its text."""
-        shorter = min(len(prompt), len(bare))
-        ahead = next((at for at in range(shorter) if prompt[at] != bare[at]), shorter)
-        left = shorter - ahead
-        behind = next((at for at in range(left) if prompt[-1 - at] != bare[-1 - at]), left)
-        return cls(ahead, behind)
-
-
 class CutRequest(EmbeddingFields):
     """Texts that may be cut."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
-    truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
+    truncation_side: Side | None = None  # "left", unless told otherwise
 
     @model_validator(mode="after")
     def _check_cut(self) -> Self:
@@ -101,21 +79,7 @@ class CutRequest(EmbeddingFields):
         if most is None:
             return prompt
         most = most_tokens if most == -1 else most
-        if len(prompt) <= most:
-            return prompt
-        first, behind = around.num_ahead, around.num_behind
-        room = most - first - behind
-        if room < 1:
-            raise CapacityError(
-                f"the prompt that goes ahead of a text, and special tokens, are {first + behind} "
-                f"tokens, and a prompt is to have {most} at most, so that nothing of the text "
-                'would be left; allow more, or send prompt_name "" for no prompt'
-            )
-        end = len(prompt) - behind
-        text = prompt[first : first + room]
-        if self.truncation_side != "right":
-            text = prompt[end - room : end]
-        return prompt[:first] + text + prompt[end:]
+        return cut(prompt, most, around, self.truncation_side)
 
 
 class TextsRequest(CutRequest):
@@ -148,15 +112,6 @@ class TextsRequest(CutRequest):
                 )
         check_variables(self.chat_template_kwargs)
         return self
-
-
-def check_truncation(num_tokens: int | None) -> None:
-    """Raise RequestError where nothing would be left."""
-    if num_tokens == 0:
-        raise RequestError(
-            "truncate_prompt_tokens is 0; use 1 or more, or -1 for as many as have room",
-            "truncate_prompt_tokens",
-        )
 
 
 class EmbeddingRequest(TextsRequest):

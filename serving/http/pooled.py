@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.serving.http import chat_turn
-from onnxport.serving.http.embedding_request import Around, CutRequest, TextsRequest
+from onnxport.serving.http.embedding_request import CutRequest, TextsRequest
 from onnxport.serving.http.generation import check_number, together
 from onnxport.serving.http.prompts import each_of, encode
 from onnxport.serving.http.protocol import MOST_TRUNCATED
@@ -25,6 +25,7 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import PoolingParams
+from onnxport.serving.truncation import Around
 
 JSON: Final = "application/json"
 
@@ -106,7 +107,7 @@ def texts_of(
     most = longest if body.truncate_prompt_tokens is None else MOST_TRUNCATED
     read = [ahead + one if isinstance(one, str) else one for one in given]
     encoded = encode(service, read, special, most)
-    bare = service.tokenizer.encode(ahead, add_special_tokens=special) if ahead else []
+    bare = service.tokenizer.encode(ahead, add_special_tokens=special)
     longest = min(longest, most_tokens or longest)
     found = []
     for one, ids in zip(given, encoded, strict=True):

@@ -573,7 +573,9 @@ def test_a_template_may_be_another_one(causal: Path, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=words):
             choose_classifier(artifact, EngineConfig(score_template=file))
     file.write_text("{{ messages[-2].content }}~{{ messages[-1].content }}")
-    found = choose_classifier(artifact, EngineConfig(score_template=file))
+    by_text = EngineConfig(score_template=str(file))  # type: ignore[arg-type]
+    assert by_text == EngineConfig(score_template=file)
+    found = choose_classifier(artifact, by_text)
     assert found is not None
     assert found.template is not None
     assert found.template.render("a", "b", None) == "a~b"

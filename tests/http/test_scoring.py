@@ -21,7 +21,6 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.classifying import Classifier, similarity
 from onnxport.serving.http import scoring
 from onnxport.serving.http.app import AppOptions, create_app
-from onnxport.serving.http.embedding_request import Around, TextsRequest
 from onnxport.serving.pooling import Embedder
 from onnxport.serving.scoring import PairPlanner, StoppedError
 from onnxport.serving.tokenizer import Tokenizer
@@ -285,28 +284,6 @@ async def test_a_text_is_cut_behind_the_models_prompt(model_folder: Path, path: 
         await server.answer(path, **body)
         error = error_of(await server.post(path, **body, prompt_name="query"), 400)
         assert error["param"] == "prompt_name"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "bare", "ahead", "behind"),
-    [
-        ([1, 5, 6, 7, 2], [1, 5, 2], 2, 1),  # a beginning, a prompt, and an end
-        ([5, 6, 7], [5], 1, 0),
-        ([5, 9, 7], [5, 6], 1, 0),  # a prompt whose end is one token with the text's beginning
-        ([5, 6], [5, 6], 2, 0),  # no text
-        ([5, 6, 5, 6], [5, 6], 2, 0),  # a text like the prompt
-        ([5, 6, 7], [], 0, 0),
-    ],
-)
-def test_what_is_around_a_text(prompt: list[int], bare: list[int], ahead: int, behind: int) -> None:
-    around = Around.of(prompt, bare)
-    assert around == Around(ahead, behind)
-
-
-@pytest.mark.parametrize(("side", "left"), [(None, [7, 8]), ("right", [6, 7])])
-def test_special_tokens_stay_around_a_cut_text(side: Any, left: list[int]) -> None:
-    body = TextsRequest(input="a", truncate_prompt_tokens=5, truncation_side=side)
-    assert body.truncated([1, 5, 6, 7, 8, 2], 99, Around(2, 1)) == [1, 5, *left, 2]
 
 
 async def test_texts_have_labels(model_folder: Path) -> None:

@@ -352,6 +352,37 @@ def test_a_prompt_goes_ahead_of_a_text(tokenizer: Tokenizer) -> None:
         engine.prepare_embedding("a", "abcdefgh")
 
 
+def test_an_embedded_text_is_cut_behind_the_models_prompt(tokenizer: Tokenizer) -> None:
+    """To six tokens, of which two are the prompt's, or to as many as are asked for."""
+    engine = null_engine(embedder=PROMPTED, tokenizer=tokenizer)
+    for most, side, prompt, left in (
+        (-1, "left", "abcdefgh", "o:efgh"),
+        (-1, "right", "abcdefgh", "o:abcd"),
+        (4, "right", "abcdefgh", "o:ab"),
+        (99, "left", "abcd", "o:abcd"),
+    ):
+        params = PoolingParams(truncate_prompt_tokens=most, truncation_side=side)  # type: ignore[arg-type]
+        embed(engine, "one", prompt, params)
+        found = run(engine)["one"][0].embedding
+        np.testing.assert_array_equal(found, vector(tokenizer.encode(left)))
+    embed(engine, "ids", list(range(9)), PoolingParams(truncate_prompt_tokens=-1))
+    np.testing.assert_array_equal(run(engine)["ids"][0].embedding, vector(range(3, 9)))
+    with pytest.raises(CapacityError, match="are 2 tokens, and a prompt is to have 2 at most"):
+        engine.prepare_embedding("a", "abc", PoolingParams(truncate_prompt_tokens=2))
+    with pytest.raises(CapacityError, match="embeds 6 at most"):
+        engine.prepare_embedding("a", "abcdefgh", PoolingParams(truncate_prompt_tokens=9))
+    with pytest.raises(RequestError, match="truncate_prompt_tokens is 0"):
+        PoolingParams(truncate_prompt_tokens=0)
+    with pytest.raises(RequestError, match="truncation_side is 'up'; give one of left, right"):
+        PoolingParams(truncation_side="up")  # type: ignore[arg-type]
+    bare = null_engine(embedder=PROMPTED)
+    with pytest.raises(RequestError, match="tokenizer"):
+        bare.prepare_embedding("a", "abc", PoolingParams(truncate_prompt_tokens=2))
+    whole = null_engine(embedder=LAST, tokenizer=tokenizer, num_blocks=256)
+    embed(whole, "one", "a" * 700, PoolingParams(truncate_prompt_tokens=-1))
+    assert run(whole)["one"][0].finish_reason == "stop"
+
+
 def llm_of(tokenizer: Tokenizer, **models: Any) -> LLM:
     return LLM.from_engine(null_engine(tokenizer=tokenizer, **models))
 
@@ -392,6 +423,21 @@ def test_in_python(tokenizer: Tokenizer) -> None:
                 llm.score(first, second)
         with pytest.raises(RequestError, match="top_n is 0"):
             llm.rerank("why", documents, top_n=0)
+        with pytest.raises(RequestError, match="documents is a text; give a list of texts"):
+            llm.rerank("why", "the sea")
+        for texts in (["a", 3], [b"a"], [["a"]]):
+            with pytest.raises(RequestError, match=r"documents has .*, which is no text"):
+                llm.rerank("why", texts)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match=r"text_2 has .*, which is no text"):
+                llm.score("why", texts)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="query has 3, which is no text"):
+            llm.rerank(3, documents)  # type: ignore[arg-type]
+        for most in (0, -2, True, "3"):
+            for method in (llm.score, llm.rerank):
+                with pytest.raises(RequestError, match="truncate_prompt_tokens is") as caught:
+                    method("why", documents, truncate_prompt_tokens=most)  # type: ignore[operator]
+                assert caught.value.param == "truncate_prompt_tokens"
+        assert llm.rerank("why", []) == []
         long = "a" * 700
         with pytest.raises(CapacityError, match="512"):
             llm.score("why", long)
