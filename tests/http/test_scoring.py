@@ -286,6 +286,37 @@ async def test_a_text_is_cut_behind_the_models_prompt(model_folder: Path, path: 
         assert error["param"] == "prompt_name"
 
 
+@pytest.mark.parametrize("special", [True, False])
+async def test_special_tokens_of_a_cut_text_stay(model_folder: Path, special: bool) -> None:
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    fast = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
+    ends = fast.token_to_id("<|im_end|>")
+    fast.post_processor = TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", ends)]
+    )
+    tokenizer = Tokenizer(fast)
+    engine = null_engine(embedder=PROMPTED, tokenizer=tokenizer)
+    async with AsyncEngine(engine) as worker:
+        server = Server(worker, model_folder, None)
+        for name, side, left in (
+            ("query", "left", "q:f"),
+            ("query", "right", "q:a"),
+            ("", "right", "abc"),
+        ):
+            found = await server.answer(
+                *("/v1/embeddings",),
+                input="abcdef",
+                prompt_name=name,
+                truncation_side=side,
+                truncate_prompt_tokens=4 if special else 3,
+                add_special_tokens=special,
+            )
+            own = vector(server.ids(left, special=special), PROMPTED)
+            assert found["data"][0]["embedding"] == own.tolist()
+
+
 async def test_texts_have_labels(model_folder: Path) -> None:
     async with serving(model_folder, THREE) as server:
         found = await server.answer("/classify", model="model", input=DOCUMENTS)

@@ -192,6 +192,35 @@ def test_a_tokenizer_joins_pairs_in_its_own_way(tmp_path: Path) -> None:
             tokenizer.encode_pair(*pair)
 
 
+def test_special_tokens_of_a_cut_text_stay(tmp_path: Path) -> None:
+    """Of which the last one's state is the vector of many models."""
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    write_tokenizer(tmp_path)
+    fast = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ends = fast.token_to_id("<|im_end|>")
+    fast.post_processor = TemplateProcessing(
+        single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", ends)]
+    )
+    tokenizer = Tokenizer(fast)
+    engine = null_engine(embedder=PROMPTED, tokenizer=tokenizer)
+    for name, side, left in (
+        ("query", "left", "q:gj"),
+        ("query", "right", "q:ab"),
+        ("", "left", "efgj"),
+        ("", "right", "abcd"),
+    ):
+        params = PoolingParams(
+            prompt_name=name,
+            truncate_prompt_tokens=-1,
+            truncation_side=side,  # type: ignore[arg-type]
+        )
+        embed(engine, "one", "abcdefgj", params)
+        found = run(engine)["one"][0].embedding
+        np.testing.assert_array_equal(found, vector(tokenizer.encode(left)))
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, None])
 def test_the_end_of_a_document_is_left_out(template: Any, tokenizer: Tokenizer) -> None:
     encoder = PairEncoder(tokenizer, template, 100)
