@@ -64,7 +64,7 @@ def cut(prompt: list[int], most_tokens: int, around: Around, side: Side | None =
         raise CapacityError(
             f"the prompt that goes ahead of a text, and special tokens, are {first + behind} "
             f"tokens, and a prompt is to have {most_tokens} at most, so that nothing of the text "
-            'would be left; allow more, or ask for prompt_name "", which is no prompt'
+            "would be left; allow more"
         )
     end = len(prompt) - behind
     start = first if side == "right" else end - room

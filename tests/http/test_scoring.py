@@ -294,7 +294,7 @@ async def test_special_tokens_of_a_cut_text_stay(model_folder: Path, special: bo
     fast = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
     ends = fast.token_to_id("<|im_end|>")
     fast.post_processor = TemplateProcessing(
-        single="$A <|im_end|>", special_tokens=[("<|im_end|>", ends)]
+        single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", ends)]
     )
     tokenizer = Tokenizer(fast)
     engine = null_engine(embedder=PROMPTED, tokenizer=tokenizer)
@@ -310,7 +310,7 @@ async def test_special_tokens_of_a_cut_text_stay(model_folder: Path, special: bo
                 input="abcdef",
                 prompt_name=name,
                 truncation_side=side,
-                truncate_prompt_tokens=4 if special else 3,
+                truncate_prompt_tokens=5 if special else 3,
                 add_special_tokens=special,
             )
             own = vector(server.ids(left, special=special), PROMPTED)
