@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from onnxport.errors import CheckpointError, ExportError, UnsupportedModelError
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.config import Config
-from onnxport.exporter.embedding import LOGIT_SCORE, module_folder
+from onnxport.exporter.embedding import (
+    LOGIT_SCORE,
+    PROMPTS_FILE,
+    makes_no_vectors,
+    max_texts,
+    module_folder,
+    read_prompts,
+)
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.score_templates import QWEN3_RERANKER, TEMPLATES
 from onnxport.exporter.source import TOKENIZER_FILES, read_json
@@ -41,6 +48,7 @@ _FUNCTIONS: Final[Mapping[str, Activation]] = {
     "Sigmoid": "sigmoid",
     "Softmax": "softmax",
 }
+_NO_YES: Final = ("no", "yes")  # between which Qwen3-Reranker chooses
 _OF_PAIRS: Final = (re.compile("""["']query["']"""), re.compile("""["']document["']"""))
 
 logger = logging.getLogger(__name__)
@@ -136,7 +144,16 @@ def read_score_head(
                 "name the tokens that judge with --classifier-from-token, or leave it out."
             )
         return None
-    return replace(head, template=_template(config, files, head, template))
+    written = _template(config, files, head, template)
+    if head.generates and written is None:
+        logger.warning(
+            "%s: nothing says how a pair of texts is written, so the tokenizer joins the two. A "
+            "model that answers with a token mostly wants a prompt, without which its scores mean "
+            "little: name a file with --score-template, or one of %s",
+            *(config.path, ", ".join(TEMPLATES)),
+        )
+    _check_pairs(folder, written or "", spec.context_length)
+    return replace(head, template=written)
 
 
 def _by_tokens(
@@ -279,7 +296,7 @@ def _function(config: Config, folder: Path) -> str | None:
     """The activation that sentence-transformers' files name; None: they do not."""
     own = config.get("sentence_transformers", dict, {}).get("activation_fn")
     older = config.get("sbert_ce_default_activation_function", str, None)
-    values = read_json(folder / "config_sentence_transformers.json") if folder.is_dir() else {}
+    values = read_json(folder / PROMPTS_FILE) if folder.is_dir() else {}
     other = values.get("activation_fn") if values.get("model_type") == "CrossEncoder" else None
     found = own or other or older
     if found is not None and not isinstance(found, str):
@@ -304,10 +321,53 @@ def _template(config: Config, files: Path, head: ScoreHead, asked: str | None) -
         logger.info("the chat template writes pairs of a query and a document")
         return own
     is_qwen3 = any(name.startswith("Qwen3For") for name in config.architectures)
-    if is_qwen3 and head.is_difference and head.spec.labels == ("yes",):
+    if is_qwen3 and head.is_difference and head.token_ids == _ids_of(files, _NO_YES):
         logger.info("pairs are written as Qwen3-Reranker has them")
         return TEMPLATES[QWEN3_RERANKER]
     return None
+
+
+def _ids_of(files: Path, tokens: tuple[str, ...]) -> tuple[int | None, ...] | None:
+    """The ids of tokens, for a checkpoint may name either; None: no tokenizer tells."""
+    from tokenizers import Tokenizer
+
+    path = files / TOKENIZER_FILES[0]
+    if not path.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    return tuple(tokenizer.token_to_id(one) for one in tokens)
+
+
+def _check_pairs(folder: Path, template: str, context_length: int) -> None:
+    """Refuse, or tell, what sentence-transformers does with pairs besides, which is not done here.
+
+    Args:
+        folder: of the checkpoint, or a GGUF file.
+        template: how pairs are written.
+        context_length: of the model.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        UnsupportedModelError: texts are changed.
+    """
+    settings = read_json(folder / PROMPTS_FILE) if folder.is_dir() else {}
+    if settings.get("model_type") != "CrossEncoder" and not makes_no_vectors(folder):
+        return  # what there is belongs to vectors
+    most = max_texts(folder)
+    if most is not None and most < context_length:
+        logger.warning(
+            "%s reads %s tokens of a pair (max_seq_length), and the artifact as many as its "
+            "context has; ask for truncate_prompt_tokens %s to get the same scores",
+            *(folder, most, most),
+        )
+    prompts, default = read_prompts(folder / PROMPTS_FILE, settings)
+    unknown = [name for name, text in prompts.items() if text and text not in template]
+    if unknown:
+        logger.warning(
+            "%s has prompts for pairs (%s; by default %s), which the artifact has not; send the "
+            "text of one as instruction, if the score template takes that",
+            *(folder, ", ".join(unknown), default or "none"),
+        )
 
 
 def _chat_template(files: Path) -> str:

@@ -59,7 +59,7 @@ def read_embedding(config: Config, folder: Path, spec: ArchSpec) -> EmbeddingSpe
     dimensions = tuple(sizes) if sizes is not None and cuts else None
     found = EmbeddingSpec(matryoshka=cuts, dimensions=dimensions)
     modules = _modules(folder)
-    if modules and [kind for kind, _ in modules] not in _OF_PAIRS:
+    if modules and not makes_no_vectors(folder):
         pooling, normalized = _read_modules(folder, modules, spec.hidden_size)
         found = replace(found, pooling=pooling, normalized=normalized)
         return _with_prompts(found, folder, spec.context_length)
@@ -145,29 +145,14 @@ def _with_prompts(found: EmbeddingSpec, folder: Path, context_length: int) -> Em
     """The same with what goes ahead of texts, how long these may be, and how vectors compare."""
     path = folder / PROMPTS_FILE
     values = read_json(path)
-    prompts, default = values.get("prompts") or {}, values.get("default_prompt_name")
-    are_texts = isinstance(prompts, dict) and all(isinstance(one, str) for one in prompts.values())
-    if not are_texts or (default is not None and default not in prompts):
-        raise CheckpointError(
-            f"{path}: prompts are {prompts!r} and default_prompt_name {default!r}, expected texts "
-            "by name, and one of the names or null."
-        )
+    prompts, default = read_prompts(path, values)
     similarity = values.get("similarity_fn_name")
     if similarity not in (None, *SIMILARITIES):
         raise UnsupportedModelError(
             f"{path}: similarity_fn_name is {similarity!r}; supported are "
             f"{', '.join(SIMILARITIES)}."
         )
-    length = read_json(folder / LENGTH_FILE)
-    most = length.get("max_seq_length")
-    if most is not None and (type(most) is not int or most < 1):
-        raise CheckpointError(
-            f"{folder / LENGTH_FILE}: max_seq_length is {most!r}, expected a whole number above 0."
-        )
-    if length.get("do_lower_case"):
-        raise UnsupportedModelError(
-            f"{folder / LENGTH_FILE}: do_lower_case is set, and texts are read as they are written."
-        )
+    most = max_texts(folder)
     if found.pooling == "mean" and any(prompts.values()) and not _counts_prompts(folder):
         logger.warning(
             "%s: a prompt's tokens are left out of the mean, which is not supported, so the "
@@ -182,6 +167,51 @@ def _with_prompts(found: EmbeddingSpec, folder: Path, context_length: int) -> Em
         prompts=prompts,
         default_prompt=default,
     )
+
+
+def read_prompts(path: Path, values: dict[str, Any]) -> tuple[dict[str, str], str | None]:
+    """The prompts that go ahead of texts, by name, and the name of the default one.
+
+    Args:
+        path: PROMPTS_FILE, in errors.
+        values: of it.
+
+    Raises:
+        CheckpointError: They are no texts, or no prompt has the default name.
+    """
+    prompts, default = values.get("prompts") or {}, values.get("default_prompt_name")
+    are_texts = isinstance(prompts, dict) and all(isinstance(one, str) for one in prompts.values())
+    if not are_texts or (default is not None and default not in prompts):
+        raise CheckpointError(
+            f"{path}: prompts are {prompts!r} and default_prompt_name {default!r}, expected texts "
+            "by name, and one of the names or null."
+        )
+    return prompts, default
+
+
+def max_texts(folder: Path) -> int | None:
+    """How many tokens a text, or a pair, may have; None: that is not said.
+
+    Raises:
+        CheckpointError: It is no number.
+        UnsupportedModelError: Texts are changed before they are read.
+    """
+    length = read_json(folder / LENGTH_FILE)
+    most = length.get("max_seq_length")
+    if most is not None and (type(most) is not int or most < 1):
+        raise CheckpointError(
+            f"{folder / LENGTH_FILE}: max_seq_length is {most!r}, expected a whole number above 0."
+        )
+    if length.get("do_lower_case"):
+        raise UnsupportedModelError(
+            f"{folder / LENGTH_FILE}: do_lower_case is set, and texts are read as they are written."
+        )
+    return most
+
+
+def makes_no_vectors(folder: Path) -> bool:
+    """Whether the modules that are listed judge pairs, or make nothing of texts."""
+    return [kind for kind, _ in _modules(folder) or ()] in _OF_PAIRS
 
 
 def _counts_prompts(folder: Path) -> bool:

@@ -138,6 +138,12 @@ def export_model(
                     folder.path,
                 )
             elif embeds_only(config, embedding, spec, names, checkpoint.names):
+                if score is not None:
+                    raise ExportError(
+                        f"{folder.path} has no head, of which a score head of tokens "
+                        f"({', '.join(score.spec.labels)}) would have rows; export a checkpoint "
+                        "with a head, or leave out --classifier-from-token."
+                    )
                 spec = _without_head(spec)
                 embedding = replace(embedding or EmbeddingSpec(), only=True)
                 logger.warning(

@@ -153,6 +153,11 @@ class EngineConfig:
         if self.pooling not in (None, *POOLINGS):
             allowed = ", ".join(POOLINGS)
             raise CapacityError(f"pooling is {self.pooling!r}; it must be one of {allowed}")
+        template: object = self.score_template
+        if isinstance(template, str):
+            object.__setattr__(self, "score_template", Path(template))
+        elif not isinstance(template, Path | None):
+            raise CapacityError(f"score_template is {template!r}; give the path of a file")
         sizes = self.matryoshka_dimensions
         is_list = isinstance(sizes, tuple) and bool(sizes)
         if sizes not in (None, "any") and not (

@@ -30,6 +30,7 @@ from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.text import Pieces, TextStream
 from onnxport.serving.thought_budget import thought_budget
 from onnxport.serving.tokenizer import Tokenizer
+from onnxport.serving.truncation import Around, cut
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd and wild: completions of one request draw their own numbers
 
@@ -202,19 +203,46 @@ class Intake:
             raise RequestError(NO_EMBEDDINGS)
         limits, _ = self._sizes
         embedder.check(params, limits.final_features)
-        read = prompt
+        ahead, read = "", prompt
         if isinstance(prompt, str):
-            read = embedder.prompt(params.prompt_name) + prompt
+            ahead = embedder.prompt(params.prompt_name)
+            read = ahead + prompt
         elif params.prompt_name is not None:
             raise RequestError(
                 "prompt_name goes with texts, and the prompt is of tokens; leave it out",
                 "prompt_name",
             )
+        if params.truncate_prompt_tokens is not None:
+            longest = min(limits.max_model_len, embedder.max_tokens or limits.max_model_len)
+            read = self._cut(read, ahead, params, longest)
         request = self._pooled(request_id, read, options, clock, reads_all=embedder.reads_all)
         request.prompt = prompt if isinstance(prompt, str) else None
         embedder.check_tokens(request.num_prompt_tokens)
         request.pooler = Pooler(embedder, params, request.num_prompt_tokens)
         return request
+
+    def _cut(
+        self, prompt: str | Sequence[int], ahead: str, params: PoolingParams, longest: int
+    ) -> list[int] | str:
+        """Return the tokens of a prompt that is cut, but for a text that finds no tokenizer.
+
+        Args:
+            prompt: of a request, a text with what goes ahead of it.
+            ahead: of the text.
+            params: of the request.
+            longest: the most tokens that there is room for.
+        """
+        most = params.truncate_prompt_tokens
+        assert most is not None, "it is to be cut"
+        around = Around()
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                return prompt  # which is refused, as any text is
+            tokens = self._tokenizer.encode(prompt)
+            around = Around.of(tokens, self._tokenizer.encode(ahead))
+        else:
+            tokens = list(prompt)
+        return cut(tokens, longest if most == -1 else most, around, params.truncation_side)
 
     def classification(
         self,

@@ -21,6 +21,7 @@ from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import PoolingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids
 from onnxport.serving.request import Request
+from onnxport.serving.truncation import check_truncation
 
 if TYPE_CHECKING:
     from onnxport.serving.scoring import Pair, PairParams, PairPlan
@@ -140,8 +141,7 @@ class PoolingMethods(ABC):
         """
         from onnxport.serving.scoring import PairParams
 
-        first = [text_1] if isinstance(text_1, str) else list(text_1)
-        second = [text_2] if isinstance(text_2, str) else list(text_2)
+        first, second = _texts(text_1, "text_1"), _texts(text_2, "text_2")
         if len(first) not in (1, len(second)) or not second:
             raise RequestError(
                 f"text_1 has {len(first)} texts and text_2 {len(second)}; give one and any number, "
@@ -179,15 +179,22 @@ class PoolingMethods(ABC):
             use_tqdm: see `score`.
 
         Raises:
-            RequestError: as `score`; `top_n` is below 1; one could not be scored, which says why.
+            RequestError: as `score`; `documents` is no list; `top_n` is below 1; one could not be
+                scored, which says why.
             CapacityError: as `score`.
         """
         from onnxport.serving.scoring import OF_DOCUMENTS, OF_QUERIES, PairParams
 
         if top_n is not None and top_n < 1:
             raise RequestError(f"top_n is {top_n}; give 1 or more", "top_n")
+        if isinstance(documents, str):
+            raise RequestError(
+                "documents is a text; give a list of texts, or use score for one pair", "documents"
+            )
         most, sides = self._most(truncate_prompt_tokens), (OF_QUERIES, OF_DOCUMENTS)
         params = PairParams(instruction, use_activation, most, sides=sides)
+        documents = _texts(documents, "documents")
+        [query] = _texts([query], "query")
         pairs = [(query, document) for document in documents]
         found = self._score(pairs, params, options, use_tqdm=use_tqdm)
         failed = next((one.outputs.error for one in found if one.outputs.error), None)
@@ -198,6 +205,7 @@ class PoolingMethods(ABC):
 
     def _most(self, num_tokens: int | None) -> int | None:
         """Return how many tokens a prompt may have before it is cut."""
+        check_truncation(num_tokens)
         return self._engine.capabilities.max_model_len if num_tokens == -1 else num_tokens
 
     def _score(
@@ -237,6 +245,15 @@ class PoolingMethods(ABC):
         collectors = {request.request_id: PooledCollector(request) for request in requests}
         self._run_into(collectors, requests, use_tqdm=use_tqdm)
         return list(collectors.values())
+
+
+def _texts(given: str | Sequence[str], name: str) -> list[str]:
+    """Return a text, or several, as a list. Raises RequestError for what is no text."""
+    listed = [given] if isinstance(given, str) else list(given)
+    wrong = next((one for one in listed if not isinstance(one, str)), None)
+    if wrong is not None:
+        raise RequestError(f"{name} has {wrong!r:.80}, which is no text; give texts", name)
+    return listed
 
 
 def _scored(plan: PairPlan, pair: int, pooled: Sequence[PooledCollector]) -> ScoringRequestOutput:

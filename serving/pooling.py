@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError, RequestError
 from onnxport.graphs.embedding_spec import Dimensions, EmbeddingSpec, Pooling, Similarity
+from onnxport.serving.truncation import SIDES, Side, check_truncation
 
 if TYPE_CHECKING:
     from onnxport.serving.draft import StepPlan
@@ -36,6 +37,10 @@ class PoolingParams:
         normalize: whether the vector gets length 1; None: as the model says.
         prompt_name: of the model's prompt that goes ahead of a text, "" for none; None: as the
             model says.
+        truncate_prompt_tokens: tokens that a prompt is cut to, which leaves the model's prompt
+            and special tokens around a text as they are; -1: as many as there is room for. None:
+            what is too long is refused.
+        truncation_side: the end of a text that is cut away, "left" or "right".
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -44,6 +49,8 @@ class PoolingParams:
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side = "left"
 
     def __post_init__(self) -> None:
         size, normalize = self.dimensions, self.normalize
@@ -55,6 +62,12 @@ class PoolingParams:
             raise RequestError(f"normalize is {normalize!r}; give true or false", "normalize")
         if not isinstance(self.prompt_name, str | None):
             raise RequestError(f"prompt_name is {self.prompt_name!r}; give a name", "prompt_name")
+        check_truncation(self.truncate_prompt_tokens)
+        if self.truncation_side not in SIDES:
+            raise RequestError(
+                f"truncation_side is {self.truncation_side!r}; give one of {', '.join(SIDES)}",
+                "truncation_side",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +154,7 @@ class Embedder:
             raise CapacityError(
                 f"the text has {num_tokens} prompt tokens, and this model embeds "
                 f"{self.max_tokens} at most (max_seq_length); shorten it, or let it be cut with "
-                "truncate_prompt_tokens -1"
+                "truncate_prompt_tokens -1 (onnxport embed and rerank: --truncate)"
             )
 
     @property

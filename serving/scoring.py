@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -10,11 +11,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import RequestError
+from onnxport.errors import CapacityError, OnnxportError, RequestError
 from onnxport.graphs.embedding_spec import Similarity
 from onnxport.serving.classifying import Classifier, check_scores, similarity
 from onnxport.serving.pairs import PairEncoder, PairTokenizer, fitted
 from onnxport.serving.pooling import Embedder
+from onnxport.serving.request import TOKEN_ID_TYPECODE
 
 # Names of sentence-transformers' prompts, the first that a model has goes ahead of a text.
 OF_QUERIES: Final = ("query",)
@@ -24,6 +26,14 @@ OF_EQUALS: Final[tuple[str, ...]] = ()
 
 Floats = NDArray[np.float32]
 Pair = tuple[str, str]
+
+
+class StoppedError(OnnxportError):
+    """Nobody waits for the prompts of pairs any more, so that the rest of them was not made."""
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +70,13 @@ class PairPlan:
     """The prompts of pairs, and how what is made of them becomes scores.
 
     Attributes:
-        prompts: token ids, of pairs or of texts.
+        prompts: token ids, of pairs or of texts; in arrays, as there may be millions.
         places: of each pair the numbers of its texts among the prompts, which are embedded; None:
             prompts are of pairs, in their order, and are classified.
         similarity: of vectors.
     """
 
-    prompts: list[list[int]]
+    prompts: list[array[int]]
     places: list[tuple[int, int]] | None = None
     similarity: Similarity = "cosine"
 
@@ -108,12 +118,14 @@ class PairPlanner:
         embedder: how it embeds; None: it does not.
         classifier: how it classifies; None: it does not. One score goes before vectors.
         max_model_len: the longest prompt.
+        most_of_all: tokens that all prompts may have together; None: any number.
     """
 
     tokenizer: PairTokenizer
     embedder: Embedder | None
     classifier: Classifier | None
     max_model_len: int
+    most_of_all: int | None = None
 
     @property
     def compares_vectors(self) -> bool:
@@ -125,15 +137,26 @@ class PairPlanner:
         """Return how many prompts pairs have: a text that is there twice has one vector."""
         return len(_texts(pairs)) if self.compares_vectors else len(pairs)
 
-    def plan(self, pairs: Sequence[Pair], params: PairParams) -> PairPlan:
-        """Return the prompts of pairs.
+    def plan(
+        self,
+        pairs: Sequence[Pair],
+        params: PairParams,
+        is_stopped: Callable[[], bool] = _never,
+    ) -> PairPlan:
+        """Return the prompts of pairs. The first one that is too long is the last one made.
+
+        Args:
+            pairs: of texts.
+            params: how they are scored.
+            is_stopped: whether nobody waits any more, which is asked ahead of each prompt.
 
         Raises:
             RequestError: the model does not compare texts, or not as it is asked to.
-            CapacityError: a text is too long.
+            CapacityError: a prompt is too long, or all of them together are.
+            StoppedError: nobody waits any more.
         """
         if self.embedder is not None and self.compares_vectors:
-            return self._of_vectors(self.embedder, pairs, params)
+            return self._of_vectors(self.embedder, pairs, params, is_stopped)
         classifier = check_scores(self.classifier)
         encoder = PairEncoder(self.tokenizer, classifier.template, self.max_model_len)
         encode = partial(
@@ -142,10 +165,15 @@ class PairPlanner:
             most_tokens=params.most_tokens,
             most_of_document=params.most_of_document,
         )
-        return PairPlan([encode(query, document) for query, document in pairs])
+        makes = (partial(encode, query, document) for query, document in pairs)
+        return PairPlan(self._prompts(makes, is_stopped))
 
     def _of_vectors(
-        self, embedder: Embedder, pairs: Sequence[Pair], params: PairParams
+        self,
+        embedder: Embedder,
+        pairs: Sequence[Pair],
+        params: PairParams,
+        is_stopped: Callable[[], bool],
     ) -> PairPlan:
         """Each text has a vector."""
         if params.instruction is not None:
@@ -165,16 +193,46 @@ class PairPlanner:
         if most is not None and embedder.max_tokens is not None:
             most = min(most, embedder.max_tokens)
         texts = _texts(pairs)
-        prompts = []
-        for side, text in texts:
+
+        def make(side: int, text: str) -> list[int]:
             most_of_text = params.most_of_document if side else None
             if most is None and most_of_text is None:
                 self.tokenizer.check_length(text, self.max_model_len)
             write = partial(_encode, self.tokenizer, ahead[side])
-            prompts.append(fitted(self.tokenizer, text, write, most, most_of_text))
+            found = fitted(self.tokenizer, text, write, most, most_of_text)
+            embedder.check_tokens(len(found))
+            return found
+
+        prompts = self._prompts((partial(make, *text) for text in texts), is_stopped)
         numbers = {text: number for number, text in enumerate(texts)}
         places = [(numbers[0, first], numbers[1, second]) for first, second in pairs]
         return PairPlan(prompts, places, embedder.similarity)
+
+    def _prompts(
+        self, makes: Iterable[Callable[[], list[int]]], is_stopped: Callable[[], bool]
+    ) -> list[array[int]]:
+        """Make each prompt, as long as there is room and somebody waits."""
+        prompts: list[array[int]] = []
+        total = 0
+        for make in makes:
+            if is_stopped():
+                raise StoppedError("the request was ended while its prompts were made")
+            prompt = make()
+            if len(prompt) > self.max_model_len:
+                raise CapacityError(
+                    f"a prompt has {len(prompt)} prompt tokens, and the context length is "
+                    f"{self.max_model_len} tokens; shorten its texts, or let their ends be left "
+                    "out with truncate_prompt_tokens -1"
+                )
+            total += len(prompt)
+            if self.most_of_all is not None and total > self.most_of_all:
+                raise CapacityError(
+                    f"the first {len(prompts) + 1} prompts have {total} tokens, and one request "
+                    f"may have {self.most_of_all} in all of its prompts; send the texts in several "
+                    "requests"
+                )
+            prompts.append(array(TOKEN_ID_TYPECODE, prompt))
+        return prompts
 
 
 def _texts(pairs: Sequence[Pair]) -> list[tuple[int, str]]:

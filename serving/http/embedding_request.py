@@ -17,6 +17,7 @@ from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TRUNCATED
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import PoolingParams
+from onnxport.serving.truncation import Around, Side, check_truncation, cut
 
 NEUTRAL_EMBEDDING: Final[Mapping[str, Any]] = {
     **LABELS,
@@ -52,15 +53,42 @@ class EmbeddingFields(Body):
         )
 
 
-class TextsRequest(EmbeddingFields):
+class CutRequest(EmbeddingFields):
+    """Texts that may be cut."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
+    truncation_side: Side | None = None  # "left", unless told otherwise
+
+    @model_validator(mode="after")
+    def _check_cut(self) -> Self:
+        check_truncation(self.truncate_prompt_tokens)
+        return self
+
+    def truncated(self, prompt: list[int], most_tokens: int, around: Around) -> list[int]:
+        """Return a prompt without the beginning or the end of its text.
+
+        Args:
+            prompt: token ids.
+            most_tokens: that there is room for, where `truncate_prompt_tokens` is -1.
+            around: what stays of it in any case.
+
+        Raises:
+            CapacityError: nothing of the text would be left.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        most = most_tokens if most == -1 else most
+        return cut(prompt, most, around, self.truncation_side)
+
+
+class TextsRequest(CutRequest):
     """Texts or tokens as OpenAI has them, or vLLM's conversation."""
 
     input: Prompts | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = (
         None
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
-    truncation_side: Literal["left", "right"] | None = None  # "left", unless told otherwise
     add_special_tokens: bool | None = None  # true of a text, false of a conversation
     add_generation_prompt: bool | None = None  # false unless told otherwise
     continue_final_message: bool | None = None
@@ -82,31 +110,8 @@ class TextsRequest(EmbeddingFields):
                 raise RequestError(
                     f"{alone[0]} goes with messages; send these, or leave it out", alone[0]
                 )
-        check_truncation(self.truncate_prompt_tokens)
         check_variables(self.chat_template_kwargs)
         return self
-
-    def truncated(self, prompt: list[int], most_tokens: int) -> list[int]:
-        """Return the end of a prompt, or its beginning, as `truncate_prompt_tokens` says.
-
-        Args:
-            prompt: token ids.
-            most_tokens: that there is room for.
-        """
-        most = self.truncate_prompt_tokens
-        if most is None:
-            return prompt
-        most = most_tokens if most == -1 else most
-        return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
-
-
-def check_truncation(num_tokens: int | None) -> None:
-    """Raise RequestError where nothing would be left."""
-    if num_tokens == 0:
-        raise RequestError(
-            "truncate_prompt_tokens is 0; use 1 or more, or -1 for as many as have room",
-            "truncate_prompt_tokens",
-        )
 
 
 class EmbeddingRequest(TextsRequest):
@@ -125,10 +130,7 @@ class EmbeddingRequest(TextsRequest):
                 "normalize and use_activation are two names of one field; send one of them",
                 "use_activation",
             )
-        if self.prompt_name is not None and not _are_texts(self.input):
-            raise RequestError(
-                "prompt_name goes with texts; send input as these, or leave it out", "prompt_name"
-            )
+        _check_prompt_name(self.prompt_name, self.input)
         return self
 
     def params(self) -> PoolingParams:
@@ -137,18 +139,26 @@ class EmbeddingRequest(TextsRequest):
         return PoolingParams(self.dimensions, normalize)
 
 
+def _check_prompt_name(name: str | None, given: Prompts | None) -> None:
+    if name is not None and not _are_texts(given):
+        raise RequestError(
+            "prompt_name goes with texts; send these, or leave it out", "prompt_name"
+        )
+
+
 def _are_texts(given: Prompts | None) -> bool:
     return isinstance(given, str) or (
         given is not None and all(isinstance(one, str) for one in given)
     )
 
 
-class LlamaEmbeddingRequest(EmbeddingFields):
+class LlamaEmbeddingRequest(CutRequest):
     """The body of `/embedding`, one text or several as llama.cpp calls them."""
 
     content: Prompts | None = None
     input: Prompts | None = None  # which it takes, too
     embd_normalize: int | None = None  # 2, by their Euclidean length, unless told otherwise
+    prompt_name: str | None = None  # see `EmbeddingRequest`
 
     @model_validator(mode="after")
     def _check(self) -> LlamaEmbeddingRequest:
@@ -157,6 +167,7 @@ class LlamaEmbeddingRequest(EmbeddingFields):
                 "send content, a text, token ids, or a list of either; or the same as input",
                 "content",
             )
+        _check_prompt_name(self.prompt_name, self.input if self.content is None else self.content)
         if self.embd_normalize not in (None, EUCLIDEAN, NO_NORM):
             raise RequestError(
                 f"embd_normalize is {self.embd_normalize}, which is not supported; send 2, for "

@@ -15,7 +15,7 @@ from onnxport.serving.http.embedding_request import EmbeddingRequest, LlamaEmbed
 from onnxport.serving.http.generation import Header, check_number, unless_disconnected
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.pooled import JSON, as_base64, numbers
-from onnxport.serving.http.prompts import each_of, encode
+from onnxport.serving.http.prompts import each_of
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
 from onnxport.serving.pooling import NO_EMBEDDINGS, Embedder
@@ -71,11 +71,11 @@ async def respond_as_llama_cpp(
     field = "input" if body.content is None else "content"
     content = body.input if body.content is None else body.content
     assert content is not None, "one of them is there"
+    ahead = embedder.prompt(body.prompt_name)
     given = each_of(content, field)
     check_number(service.engine, len(given), field)
-    ahead = embedder.prompt(None)
-    given = [ahead + one if isinstance(one, str) else one for one in given]
-    prompts = await asyncio.to_thread(encode, service, given, True, None)
+    make = partial(pooled.texts_of, service, body, given, ahead, embedder.max_tokens)
+    prompts = await asyncio.to_thread(make)
     work = pooled.embed(service, prompts, body.params(), options, name, field)
     found = await unless_disconnected(request, work)
     data = await pooled.listed(

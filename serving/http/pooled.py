@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.serving.http import chat_turn
-from onnxport.serving.http.embedding_request import TextsRequest
+from onnxport.serving.http.embedding_request import CutRequest, TextsRequest
 from onnxport.serving.http.generation import check_number, together
 from onnxport.serving.http.prompts import each_of, encode
 from onnxport.serving.http.protocol import MOST_TRUNCATED
@@ -25,6 +25,7 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import PoolingParams
+from onnxport.serving.truncation import Around
 
 JSON: Final = "application/json"
 
@@ -67,21 +68,52 @@ def texts(
     Raises:
         RequestError, CapacityError: they are not valid, or too long.
     """
-    longest = service.engine.capabilities.max_model_len
-    most = longest if body.truncate_prompt_tokens is None else MOST_TRUNCATED
-    if body.messages is not None:
-        begins = body.add_generation_prompt
-        how = body.model_copy(update={"add_generation_prompt": bool(begins)})
-        encoded = [chat_turn.encode(service, body.messages, (), how, most).token_ids]
-    else:
+    if body.messages is None:
         assert body.input is not None, "one of them is there"
         given = each_of(body.input, "input")
         check_number(service.engine, len(given), "input")
-        if ahead:
-            given = [ahead + one if isinstance(one, str) else one for one in given]
-        encoded = encode(service, given, body.add_special_tokens is not False, most)
+        special = body.add_special_tokens is not False
+        return texts_of(service, body, given, ahead or "", most_tokens, special=special)
+    how = body.model_copy(update={"add_generation_prompt": bool(body.add_generation_prompt)})
+    longest = service.engine.capabilities.max_model_len
+    most = longest if body.truncate_prompt_tokens is None else MOST_TRUNCATED
+    ids = chat_turn.encode(service, body.messages, (), how, most).token_ids
+    return [body.truncated(ids, min(longest, most_tokens or longest), Around())]
+
+
+def texts_of(
+    service: Service,
+    body: CutRequest,
+    given: list[str | list[int]],
+    ahead: str,
+    most_tokens: int | None,
+    *,
+    special: bool = True,
+) -> list[list[int]]:
+    """Return the tokens of each text, which is cut as the request says, behind what is ahead.
+
+    Args:
+        service: whose tokenizer it is.
+        body: that says how texts are cut.
+        given: texts, or tokens, of which nothing goes ahead.
+        ahead: what goes ahead of each text.
+        most_tokens: see `texts`.
+        special: whether texts get special tokens.
+
+    Raises:
+        RequestError, CapacityError: see `texts`.
+    """
+    longest = service.engine.capabilities.max_model_len
+    most = longest if body.truncate_prompt_tokens is None else MOST_TRUNCATED
+    read = [ahead + one if isinstance(one, str) else one for one in given]
+    encoded = encode(service, read, special, most)
+    bare = service.tokenizer.encode(ahead, add_special_tokens=special)
     longest = min(longest, most_tokens or longest)
-    return [body.truncated(ids, longest) for ids in encoded]
+    found = []
+    for one, ids in zip(given, encoded, strict=True):
+        around = Around.of(ids, bare) if isinstance(one, str) else Around()
+        found.append(body.truncated(ids, longest, around))
+    return found
 
 
 async def embed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from onnxport.serving.scoring import Pair, PairParams, PairPlanner
 SCORE_PATHS: Final = ("/score", "/v1/score")
 RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
 LLAMA_PATHS: Final = ("/reranking", "/v1/reranking")  # llama.cpp's, besides /rerank
+# Of all prompts of a request: a query is in each pair, so that a small body may be many tokens.
+MOST_TOKENS: Final = 1 << 22
 
 
 def add_routes(app: FastAPI, service: Service) -> None:
@@ -67,9 +70,19 @@ class _Job:
         """Return the score of each pair, and what was made of all prompts."""
         service, engine = self.service, self.service.engine
         longest = engine.capabilities.max_model_len
-        planner = PairPlanner(service.tokenizer, engine.embedder, engine.classifier, longest)
+        planner = PairPlanner(
+            service.tokenizer,
+            engine.embedder,
+            engine.classifier,
+            longest,
+            max(MOST_TOKENS, 2 * longest),  # one pair may always be as long as the context
+        )
         check_number(engine, planner.num_prompts(pairs), self.field)
-        plan = await asyncio.to_thread(planner.plan, pairs, params)
+        stopped = threading.Event()
+        try:
+            plan = await asyncio.to_thread(planner.plan, pairs, params, stopped.is_set)
+        finally:
+            stopped.set()  # else the thread would go on when nobody waits for it
         parts = (self.options, self.name, self.field)
         if plan.classifies:
             activated = params.activated

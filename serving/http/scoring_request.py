@@ -13,11 +13,11 @@ from onnxport.serving.http.embedding_request import (
     EmbeddingFields,
     EmbeddingRequest,
     TextsRequest,
-    check_truncation,
 )
 from onnxport.serving.http.fields import is_list
 from onnxport.serving.http.protocol import MOST_TRUNCATED
 from onnxport.serving.scoring import OF_DOCUMENTS, OF_QUERIES, PairParams
+from onnxport.serving.truncation import check_truncation
 
 Tokens = Annotated[int, Field(ge=1, le=MOST_TRUNCATED)]
 

@@ -47,6 +47,17 @@ def test_a_line_for_each_text(artifact: Path, tmp_path: Path) -> None:
     assert np.linalg.norm(mean["embedding"]) != pytest.approx(1, rel=1e-3)
 
 
+def test_what_is_too_long_is_cut(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At its end, to as many tokens as the context has."""
+    long = "abc " * 2000
+    arguments = ["embed", str(artifact), long, *FEW]
+    assert main(arguments) == 1
+    assert "shorten" in capsys.readouterr().err
+    assert main([*arguments, "--truncate"]) == 0
+    [found] = lines(capsys.readouterr().out)
+    assert found["num_tokens"] <= 256
+
+
 def test_what_is_wrong_is_told(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["embed", str(artifact), "ab", "--dimensions", "4", *FEW]) == 1
     assert "Matryoshka" in capsys.readouterr().err

@@ -270,7 +270,7 @@ def test_yes_and_no_are_a_score(by: str, causal: Path, tmp_path: Path) -> None:
     with LLM(artifact, provider="cpu", threads=2, kv_cache_tokens=256) as llm:
         assert llm.generate(TokensPrompt(prompt_token_ids=[5]))[0].outputs[0].token_ids
     has_template = (artifact / SCORE_TEMPLATE_FILE).is_file()
-    assert has_template == (by != "modules")  # where nothing says that it is Qwen3-Reranker
+    assert has_template
     with (
         LLM(artifact, provider="cpu", embeddings=False, kv_cache_tokens=256) as llm,
         pytest.raises(RequestError, match="has no score head"),
@@ -454,6 +454,99 @@ def test_who_may_be_a_reranker_is_told_how(
     assert "name these: --classifier-from-token no,yes" in caplog.text
 
 
+def test_tokens_without_a_template_are_told_of(
+    causal: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_tokens(causal, "no", "yes", "nein", "ja")
+    no_yes = ExportOptions(precision="fp32", classifier_from_token=("no", "yes"))
+    export_model(causal, tmp_path / "known", no_yes)
+    assert "how a pair of texts is written" not in caplog.text
+    # Near misses of Qwen3-Reranker: the other order, and another word ahead of the same one.
+    for number, tokens in enumerate((("yes", "no"), ("nein", "yes"), ("nein", "ja"))):
+        caplog.clear()
+        asked = ExportOptions(precision="fp32", classifier_from_token=tokens)
+        artifact = export_model(causal, tmp_path / f"{number}", asked)
+        assert not (artifact / SCORE_TEMPLATE_FILE).is_file()
+        assert "nothing says how a pair of texts is written" in caplog.text
+        assert "name a file with --score-template, or one of qwen3-reranker" in caplog.text
+    caplog.clear()
+    (causal / "tokenizer.json").unlink()
+    logit_score(causal, {"true_token_id": 9, "false_token_id": 4})
+    artifact = export_model(causal, tmp_path / "bare", FP32)
+    assert not (artifact / SCORE_TEMPLATE_FILE).is_file()
+    assert "nothing says how a pair of texts is written" in caplog.text
+
+
+def test_tokens_cannot_judge_where_there_is_no_head(causal: Path, tmp_path: Path) -> None:
+    with_tokens(causal, "no", "yes")
+    checkpoints.edit_config(causal, architectures=["Qwen3Model"], tie_word_embeddings=False)
+    asked = ExportOptions(precision="fp32", classifier_from_token=("no", "yes"))
+    with pytest.raises(ExportError, match="has no head, of which a score head of tokens"):
+        export_model(causal, tmp_path / "artifact", asked)
+    export_model(causal, tmp_path / "artifact", FP32)  # it embeds
+
+
+QWEN3_PROMPT = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+@pytest.mark.parametrize(
+    ("settings", "length", "words"),
+    [
+        ({}, {}, None),
+        ({"prompts": {"web": QWEN3_PROMPT}, "default_prompt_name": "web"}, {}, None),
+        ({"prompts": {"query": "", "other": "Find it."}}, {}, "prompts for pairs (other; by d"),
+        (
+            {"prompts": {"code": "Find code."}, "default_prompt_name": "code"},
+            {},
+            "(code; by default code), which the artifact has not; send the text of one as instr",
+        ),
+        ({}, {"max_seq_length": 9}, "ask for truncate_prompt_tokens 9"),
+        ({}, {"max_seq_length": 1 << 20}, None),
+    ],
+)
+def test_what_is_done_with_pairs_besides_is_told(
+    settings: dict[str, Any],
+    length: dict[str, Any],
+    words: str | None,
+    causal: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    no, yes = with_tokens(causal, "no", "yes")
+    logit_score(causal, {"true_token_id": yes, "false_token_id": no}, **settings)
+    (causal / "sentence_bert_config.json").write_text(json.dumps(length))
+    export_model(causal, tmp_path / "artifact", FP32)
+    if words is None:
+        assert "prompts for pairs" not in caplog.text
+        assert "max_seq_length" not in caplog.text
+    else:
+        assert words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "length", "kind", "words"),
+    [
+        ({"default_prompt_name": "lost"}, {}, CheckpointError, "one of the names or null"),
+        ({}, {"max_seq_length": "long"}, CheckpointError, "a whole number above 0"),
+        ({}, {"do_lower_case": True}, UnsupportedModelError, "do_lower_case is set"),
+    ],
+)
+def test_what_cannot_be_done_with_pairs_is_refused(
+    settings: dict[str, Any],
+    length: dict[str, Any],
+    kind: type[OnnxportError],
+    words: str,
+    classes: Path,
+    tmp_path: Path,
+) -> None:
+    """Of a model with a head of its own, which need not list modules."""
+    told = {"model_type": "CrossEncoder", **settings}
+    (classes / "config_sentence_transformers.json").write_text(json.dumps(told))
+    (classes / "sentence_bert_config.json").write_text(json.dumps(length))
+    with pytest.raises(kind, match=words):
+        export_model(classes, tmp_path / "artifact", FP32)
+
+
 def test_who_judges_nothing_says_nothing(made: dict[str, Path], tmp_path: Path) -> None:
     artifact = Artifact.read(export_model(made["causal"], tmp_path / "artifact", FP32))
     assert artifact.manifest.classification is None
@@ -480,7 +573,9 @@ def test_a_template_may_be_another_one(causal: Path, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=words):
             choose_classifier(artifact, EngineConfig(score_template=file))
     file.write_text("{{ messages[-2].content }}~{{ messages[-1].content }}")
-    found = choose_classifier(artifact, EngineConfig(score_template=file))
+    by_text = EngineConfig(score_template=str(file))  # type: ignore[arg-type]
+    assert by_text == EngineConfig(score_template=file)
+    found = choose_classifier(artifact, by_text)
     assert found is not None
     assert found.template is not None
     assert found.template.render("a", "b", None) == "a~b"

@@ -353,7 +353,7 @@ async def test_a_body_has_its_limit(model_folder: Path) -> None:
 async def test_clients_that_go_away_leave_nothing(model_folder: Path) -> None:
     async with serving(model_folder, latency_s=0.02, max_num_batched_tokens=8) as server:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(server.post(input=list(range(200))), 0.05)
+            await asyncio.wait_for(server.post(input=list(range(200))), 0.25)
         while server.worker.num_unfinished:
             await asyncio.sleep(0.005)
         assert server.worker.stats().finished["abort"] == 1

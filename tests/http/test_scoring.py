@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +19,10 @@ import pytest
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.classifying import Classifier, similarity
+from onnxport.serving.http import scoring
 from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.pooling import Embedder
+from onnxport.serving.scoring import PairPlanner, StoppedError
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
 from tests.serving.adapting import content
@@ -254,6 +259,64 @@ async def test_the_models_prompts_go_ahead_of_texts(model_folder: Path) -> None:
         assert found[0]["embedding"] == [own]
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/embedding"])
+async def test_a_text_is_cut_behind_the_models_prompt(model_folder: Path, path: str) -> None:
+    name = {"/v1/embeddings": "embedding", "/pooling": "data"}.get(path)
+    async with serving(model_folder, None, PROMPTED) as server:
+        for further, text in (
+            ({"prompt_name": "query"}, "q:" + "cdefgjklmn"),
+            ({"prompt_name": "query", "truncation_side": "left"}, "q:" + "cdefgjklmn"),
+            ({"prompt_name": "query", "truncation_side": "right"}, "q:" + "abcdefgjkl"),
+            ({"prompt_name": "query", "truncate_prompt_tokens": 3}, "q:n"),
+            ({"prompt_name": "query", "truncate_prompt_tokens": 99, "input": "ab"}, "q:ab"),
+            ({"truncate_prompt_tokens": 3}, "lmn"),
+            ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "abc"),
+        ):
+            body = {"input": "abcdefgjklmn", "truncate_prompt_tokens": -1, **further}
+            found = await server.answer(path, **body)
+            own = vector(server.ids(text), PROMPTED).tolist()
+            told = found["data"][0][name] if name else found[0]["embedding"][0]
+            assert told == own, further
+        body = {"input": "abcdef", "truncate_prompt_tokens": 2, "prompt_name": "query"}
+        error = error_of(await server.post(path, **body), 400)
+        assert "nothing of the text would be left" in error["message"]
+        body = {"input": [1, 2, 3], "truncate_prompt_tokens": 2}
+        await server.answer(path, **body)
+        error = error_of(await server.post(path, **body, prompt_name="query"), 400)
+        assert error["param"] == "prompt_name"
+
+
+@pytest.mark.parametrize("special", [True, False])
+async def test_special_tokens_of_a_cut_text_stay(model_folder: Path, special: bool) -> None:
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    fast = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
+    ends = fast.token_to_id("<|im_end|>")
+    fast.post_processor = TemplateProcessing(
+        single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", ends)]
+    )
+    tokenizer = Tokenizer(fast)
+    engine = null_engine(embedder=PROMPTED, tokenizer=tokenizer)
+    async with AsyncEngine(engine) as worker:
+        server = Server(worker, model_folder, None)
+        for name, side, left in (
+            ("query", "left", "q:f"),
+            ("query", "right", "q:a"),
+            ("", "right", "abc"),
+        ):
+            found = await server.answer(
+                *("/v1/embeddings",),
+                input="abcdef",
+                prompt_name=name,
+                truncation_side=side,
+                truncate_prompt_tokens=5 if special else 3,
+                add_special_tokens=special,
+            )
+            own = vector(server.ids(left, special=special), PROMPTED)
+            assert found["data"][0]["embedding"] == own.tolist()
+
+
 async def test_texts_have_labels(model_folder: Path) -> None:
     async with serving(model_folder, THREE) as server:
         found = await server.answer("/classify", model="model", input=DOCUMENTS)
@@ -427,6 +490,42 @@ async def test_what_is_judged_is_counted(model_folder: Path) -> None:
             if line.startswith("vllm:request_success_total") and '"stop"' in line
         ]
         assert done.endswith(" 3.0")
+
+
+async def test_pairs_have_so_many_tokens_in_all(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a pair may always be as long as the context."""
+    monkeypatch.setattr(scoring, "MOST_TOKENS", 4)
+    async with serving(model_folder, num_blocks=512) as server:
+        body = {"query": "a" * 300, "documents": ["b"] * 4}
+        error = error_of(await server.post("/rerank", **body), 400)
+        assert "one request may have 1024 in all of its prompts" in error["message"]
+        await server.answer("/rerank", **{**body, "documents": ["b"] * 3})
+
+
+async def test_pairs_are_not_made_for_a_client_that_is_gone(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = threading.Event(), threading.Event()
+    stopped = []
+
+    def plan(planner: Any, pairs: Any, params: Any, is_stopped: Any) -> Any:
+        began.set()
+        while not is_stopped() and len(stopped) < 500:
+            stopped.append(time.sleep(0.01))
+        ended.set()
+        raise StoppedError("ended")
+
+    monkeypatch.setattr(PairPlanner, "plan", plan)
+    async with serving(model_folder) as server:
+        asked = asyncio.ensure_future(server.post("/rerank", query="a", documents=["b"]))
+        assert await asyncio.to_thread(began.wait, 10)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+        assert await asyncio.to_thread(ended.wait, 10)
+        assert len(stopped) < 500
 
 
 async def test_it_runs_beside_what_generates(model_folder: Path) -> None:

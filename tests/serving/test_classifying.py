@@ -28,6 +28,7 @@ from onnxport.serving.scoring import (
     OF_QUERIES,
     PairParams,
     PairPlanner,
+    StoppedError,
 )
 from onnxport.serving.tokenizer import Tokenizer
 from tests.http.scripted import write_tokenizer
@@ -191,6 +192,35 @@ def test_a_tokenizer_joins_pairs_in_its_own_way(tmp_path: Path) -> None:
             tokenizer.encode_pair(*pair)
 
 
+def test_special_tokens_of_a_cut_text_stay(tmp_path: Path) -> None:
+    """Of which the last one's state is the vector of many models."""
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    write_tokenizer(tmp_path)
+    fast = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ends = fast.token_to_id("<|im_end|>")
+    fast.post_processor = TemplateProcessing(
+        single="<|im_end|> $A <|im_end|>", special_tokens=[("<|im_end|>", ends)]
+    )
+    tokenizer = Tokenizer(fast)
+    engine = null_engine(embedder=PROMPTED, tokenizer=tokenizer)
+    for name, side, left in (
+        ("query", "left", "q:gj"),
+        ("query", "right", "q:ab"),
+        ("", "left", "efgj"),
+        ("", "right", "abcd"),
+    ):
+        params = PoolingParams(
+            prompt_name=name,
+            truncate_prompt_tokens=-1,
+            truncation_side=side,  # type: ignore[arg-type]
+        )
+        embed(engine, "one", "abcdefgj", params)
+        found = run(engine)["one"][0].embedding
+        np.testing.assert_array_equal(found, vector(tokenizer.encode(left)))
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, None])
 def test_the_end_of_a_document_is_left_out(template: Any, tokenizer: Tokenizer) -> None:
     encoder = PairEncoder(tokenizer, template, 100)
@@ -262,13 +292,15 @@ def test_texts_have_one_vector_each_behind_the_models_prompts(tokenizer: Tokeniz
     planner = PairPlanner(tokenizer, PROMPTED, None, 100)
     pairs = [("a", "b"), ("a", "a"), ("a", "b")]
     plan = planner.plan(pairs, PairParams(sides=(OF_QUERIES, OF_DOCUMENTS)))
-    assert plan.prompts == [tokenizer.encode(text) for text in ("q:a", "p:b", "p:a")]
+    assert list(map(list, plan.prompts)) == [
+        tokenizer.encode(text) for text in ("q:a", "p:b", "p:a")
+    ]
     vectors = [np.array(one, np.float32) for one in ([1, 0], [2, 3], [4, 5])]
     assert plan.scores(vectors) == [2, 4, 2]  # of which "dot" makes products
     plan = planner.plan(pairs[:1], PairParams())
-    assert plan.prompts == [tokenizer.encode(text) for text in ("o:a", "o:b")]
+    assert list(map(list, plan.prompts)) == [tokenizer.encode(text) for text in ("o:a", "o:b")]
     cut = planner.plan([("abcdef", "abcdefgh")], PairParams(most_tokens=100, most_of_document=2))
-    assert cut.prompts == [tokenizer.encode(text) for text in ("o:abcd", "o:ab")]
+    assert list(map(list, cut.prompts)) == [tokenizer.encode(text) for text in ("o:abcd", "o:ab")]
     with pytest.raises(RequestError, match="have none"):
         planner.plan(pairs, PairParams(instruction="find"))
     with pytest.raises(RequestError, match="probabilities were declined"):
@@ -276,6 +308,58 @@ def test_texts_have_one_vector_each_behind_the_models_prompts(tokenizer: Tokeniz
     for name in ("most_tokens", "most_of_document"):
         with pytest.raises(RequestError, match=f"{name} is 0"):
             PairParams(**{name: 0})
+
+
+class Counting:
+    """A tokenizer that counts what it is asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.count = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.count += 1
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("models", [(None, PAIRS), (LAST, None)])
+def test_no_prompt_is_made_behind_one_that_is_too_long(models: Any, tokenizer: Tokenizer) -> None:
+    query = "abcdefgh" * 4
+    for longest, words in ((20, "context length is 20 tokens"), (100, None)):
+        counting = Counting(tokenizer)
+        planner = PairPlanner(counting, *models, longest)
+        pairs = [(query, str(number)) for number in range(50)]
+        if words is None:
+            planner.plan(pairs, PairParams())
+            assert counting.count >= 50
+            continue
+        for params in (PairParams(), PairParams(most_of_document=3), PairParams(most_tokens=60)):
+            counting.count = 0
+            with pytest.raises(CapacityError, match=words):
+                planner.plan(pairs, params)
+            assert counting.count <= 2
+
+
+def test_prompts_of_a_request_have_so_many_tokens_in_all(tokenizer: Tokenizer) -> None:
+    pairs = [("ab", "cd")] * 3
+    size = len(PairEncoder(tokenizer, TEMPLATE, 100).encode("ab", "cd"))
+    assert len(PairPlanner(tokenizer, None, PAIRS, 100, 3 * size).plan(pairs, PairParams()).prompts)
+    counting = Counting(tokenizer)
+    with pytest.raises(CapacityError, match=f"first 2 prompts have {2 * size} tokens"):
+        PairPlanner(counting, None, PAIRS, 100, 2 * size - 1).plan(pairs, PairParams())
+    assert counting.count == 2
+
+
+@pytest.mark.parametrize("models", [(None, PAIRS), (LAST, None)])
+def test_no_prompt_is_made_when_nobody_waits(models: Any, tokenizer: Tokenizer) -> None:
+    counting = Counting(tokenizer)
+    pairs = [(str(number), "a") for number in range(9)]
+    with pytest.raises(StoppedError):
+        PairPlanner(counting, *models, 100).plan(pairs, PairParams(), lambda: counting.count == 3)
+    assert counting.count == 3
 
 
 def test_a_prompt_goes_ahead_of_a_text(tokenizer: Tokenizer) -> None:
@@ -295,6 +379,37 @@ def test_a_prompt_goes_ahead_of_a_text(tokenizer: Tokenizer) -> None:
         PoolingParams(prompt_name=3)  # type: ignore[arg-type]
     with pytest.raises(CapacityError, match=r"embeds 6 at most \(max_seq_length\)"):
         engine.prepare_embedding("a", "abcdefgh")
+
+
+def test_an_embedded_text_is_cut_behind_the_models_prompt(tokenizer: Tokenizer) -> None:
+    """To six tokens, of which two are the prompt's, or to as many as are asked for."""
+    engine = null_engine(embedder=PROMPTED, tokenizer=tokenizer)
+    for most, side, prompt, left in (
+        (-1, "left", "abcdefgh", "o:efgh"),
+        (-1, "right", "abcdefgh", "o:abcd"),
+        (4, "right", "abcdefgh", "o:ab"),
+        (99, "left", "abcd", "o:abcd"),
+    ):
+        params = PoolingParams(truncate_prompt_tokens=most, truncation_side=side)  # type: ignore[arg-type]
+        embed(engine, "one", prompt, params)
+        found = run(engine)["one"][0].embedding
+        np.testing.assert_array_equal(found, vector(tokenizer.encode(left)))
+    embed(engine, "ids", list(range(9)), PoolingParams(truncate_prompt_tokens=-1))
+    np.testing.assert_array_equal(run(engine)["ids"][0].embedding, vector(range(3, 9)))
+    with pytest.raises(CapacityError, match="are 2 tokens, and a prompt is to have 2 at most"):
+        engine.prepare_embedding("a", "abc", PoolingParams(truncate_prompt_tokens=2))
+    with pytest.raises(CapacityError, match="embeds 6 at most"):
+        engine.prepare_embedding("a", "abcdefgh", PoolingParams(truncate_prompt_tokens=9))
+    with pytest.raises(RequestError, match="truncate_prompt_tokens is 0"):
+        PoolingParams(truncate_prompt_tokens=0)
+    with pytest.raises(RequestError, match="truncation_side is 'up'; give one of left, right"):
+        PoolingParams(truncation_side="up")  # type: ignore[arg-type]
+    bare = null_engine(embedder=PROMPTED)
+    with pytest.raises(RequestError, match="tokenizer"):
+        bare.prepare_embedding("a", "abc", PoolingParams(truncate_prompt_tokens=2))
+    whole = null_engine(embedder=LAST, tokenizer=tokenizer, num_blocks=256)
+    embed(whole, "one", "a" * 700, PoolingParams(truncate_prompt_tokens=-1))
+    assert run(whole)["one"][0].finish_reason == "stop"
 
 
 def llm_of(tokenizer: Tokenizer, **models: Any) -> LLM:
@@ -337,6 +452,21 @@ def test_in_python(tokenizer: Tokenizer) -> None:
                 llm.score(first, second)
         with pytest.raises(RequestError, match="top_n is 0"):
             llm.rerank("why", documents, top_n=0)
+        with pytest.raises(RequestError, match="documents is a text; give a list of texts"):
+            llm.rerank("why", "the sea")
+        for texts in (["a", 3], [b"a"], [["a"]]):
+            with pytest.raises(RequestError, match=r"documents has .*, which is no text"):
+                llm.rerank("why", texts)  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match=r"text_2 has .*, which is no text"):
+                llm.score("why", texts)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="query has 3, which is no text"):
+            llm.rerank(3, documents)  # type: ignore[arg-type]
+        for most in (0, -2, True, "3"):
+            for method in (llm.score, llm.rerank):
+                with pytest.raises(RequestError, match="truncate_prompt_tokens is") as caught:
+                    method("why", documents, truncate_prompt_tokens=most)  # type: ignore[operator]
+                assert caught.value.param == "truncate_prompt_tokens"
+        assert llm.rerank("why", []) == []
         long = "a" * 700
         with pytest.raises(CapacityError, match="512"):
             llm.score("why", long)

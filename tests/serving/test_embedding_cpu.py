@@ -233,6 +233,7 @@ def test_what_fails_says_why(models: dict[str, tuple[Path, Path]]) -> None:
     ("options", "words"),
     [
         ({"embeddings": 1}, "embeddings is 1; give true or false"),
+        ({"score_template": 3}, "score_template is 3; give the path of a file"),
         ({"pooling": "cls"}, "must be one of last, mean"),
         ({"matryoshka_dimensions": ()}, "whole numbers above 0"),
         ({"matryoshka_dimensions": (0,)}, "whole numbers above 0"),

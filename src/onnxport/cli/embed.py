@@ -65,6 +65,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="the model's prompt of this name goes ahead of each text, such as query; '' for none "
         "(as the checkpoint says)",
     )
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="leave out the ends of texts that are too long, which are an error else",
+    )
     add_load_options(parser)
     add_embedding_options(parser, is_choice=False)
     add_choice_options(parser)
@@ -79,7 +84,13 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.pooling import PoolingParams
 
     texts = texts_of(options)
-    params = PoolingParams(options.dimensions, options.normalize, options.prompt_name)
+    params = PoolingParams(
+        options.dimensions,
+        options.normalize,
+        options.prompt_name,
+        truncate_prompt_tokens=-1 if options.truncate else None,
+        truncation_side="right",
+    )
     with open_session(find_artifact(options), options) as engine:
         requests = [
             engine.prepare_embedding(str(index), text, params, request_options(options))
