@@ -66,11 +66,12 @@ def lower(
     Args:
         artifact: what to read.
         lora: the pass that lets adapters be inputs of the graph; None: they are not.
-        keep_experts: leave experts to `convert`, for a plugin that gives tokens to some of them.
+        keep_experts: leave experts to `convert`, for a plugin that gives tokens to some of them;
+            not those with a GELU, which the plugin's pattern does not have.
     """
     step = made = int8_experts(artifact, artifact.load_graph("paged"), "float32")
     yield step
-    step = split_experts(step.model, lambda node: not (keep_experts and is_swiglu(node)), made)
+    step = split_experts(step.model, lambda node: not (keep_experts and _is_known(node)), made)
     yield step
     step = split_matmul(step.model)
     yield step
@@ -85,6 +86,11 @@ def lower(
         step = chunk_linear(step.model, takes_tile=True)
         yield step
     yield flatten_paged(step.model)
+
+
+def _is_known(node: onnx.NodeProto) -> bool:
+    """Whether `openvino.experts` writes what a layer of experts computes."""
+    return is_swiglu(node) and not Swiglu.of(node).is_gelu
 
 
 def collect_weights(
@@ -272,6 +278,8 @@ class _Conversions:
         return [self._experts(node, weights, BIASES[QMOE])]
 
     def _experts(self, node: Any, weights: Sequence[Any], biases: tuple[int, int]) -> Any:
+        if node.get_attribute("activation_type", "swiglu") != "swiglu":
+            raise ValueError("experts with another activation than swiglu")
         x, logits = (node.get_input(index) for index in range(2))
         if node.get_input_size() > biases[1]:
             own = ExpertWeights(*weights, *(self._weights[_name(node, index)] for index in biases))
