@@ -496,7 +496,12 @@ class ArchSpec:
     @property
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
-        return self.latent is None and not self.has_mixed_layers
+        return self.latent is None and not self.has_mixed_layers and not self.has_gelu_experts
+
+    @property
+    def has_gelu_experts(self) -> bool:
+        """Whether experts have a GELU, which ONNX Runtime's operators lack: `experts.Swiglu`."""
+        return self.experts is not None and self.hidden_act == "gelu_tanh"
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads, most often its own."""

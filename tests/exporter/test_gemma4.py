@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +285,17 @@ def test_a_tensor_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     save_file(weights, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.w_proj"):
         export_model(tmp_path / "checkpoint", tmp_path / "artifact")
+
+
+def test_experts_with_a_gelu_have_no_graph_that_onnx_runtime_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = checkpoints.CASES["gemma4-moe-all"]
+    even = replace(case, config={**case.config, "global_head_dim": 16})
+    checkpoints.make(even, tmp_path / "checkpoint")
+    artifact = Artifact.read(export_model(tmp_path / "checkpoint", tmp_path / "artifact"))
+    spec = artifact.manifest.model
+    assert not spec.has_mixed_layers
+    assert "MoE and QMoE have no gated GELU" in caplog.text
+    assert not {"model_gqa.onnx", "genai_config.json"} & set(artifact.manifest.files)
+    assert replace(spec, experts=None).has_gqa_graph
