@@ -353,8 +353,12 @@ class ArchSpec:
                 "heads of layers without a window",
             )
             require(
-                self.local_rope is not None and None in self.sliding_window,
-                "global_heads needs a local_rope, and layers with and without a window",
+                len(set(map(bool, self.sliding_window))) == 2,
+                "global_heads needs layers with and without a window",
+            )
+            require(
+                heads.head_size == self.head_size or self.local_rope is not None,
+                "global_heads of another size needs a local_rope",
             )
             require(
                 self.attention_scale is not None,
