@@ -19,7 +19,7 @@ from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
 from onnxport.providers import device, webgpu
-from onnxport.providers.base import LoadOptions
+from onnxport.providers.base import LoadOptions, StepInputs
 from onnxport.providers.ort import CacheTensor
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.registry import get_provider
@@ -205,6 +205,24 @@ def test_a_cut_step_tells_no_summaries(find: Finder) -> None:
         scales = np.ones(rows, np.float32)
         model.run(replace(inputs, summary_scales=scales, summaries=summaries))
         assert (summaries[:, -1] == -1).all()
+
+
+@pytest.mark.parametrize(("provider", "wanted"), [("webgpu", [18]), ("migraphx", [16, 2])])
+def test_rows_run_together_by_what_they_are_padded_to(
+    find: Finder, monkeypatch: pytest.MonkeyPatch, provider: str, wanted: list[int]
+) -> None:
+    """Of 9 tokens on webgpu, and of 64 where shapes are few."""
+    with loaded(find("qwen3.5", "int4"), provider, **{**EXACT, "state_slots": 40}) as model:
+        run, rows = model._run_rows, []
+
+        def note(inputs: StepInputs) -> Logits:
+            rows.append(len(inputs.block_table))
+            return run(inputs)
+
+        monkeypatch.setattr(model, "_run_rows", note)
+        new = {0: PROMPTS[0][:9]} | {row: [row] for row in range(1, 18)}
+        assert len(Stateful(model, 18).run(new)) == 18
+    assert rows == wanted
 
 
 @pytest.mark.parametrize("provider", ["webgpu", "migraphx"])
