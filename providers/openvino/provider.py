@@ -170,7 +170,9 @@ class OpenVinoProvider:
             buffer_bytes=room.buffer_bytes,
         )
         held_bytes = room.weight_bytes + (lora.num_bytes() if lora else 0)
-        pool, states = plan_memory(spec, options, room.free_bytes, plan, held_bytes)
+        pool, states = plan_memory(
+            spec, options, room.free_bytes, plan, held_bytes, copies_rows=True
+        )
         capabilities = _capabilities(artifact, core, plugin, graphs[-1].compiled, form, pool)
         capabilities = replace(
             _with_adapters(capabilities, options),
