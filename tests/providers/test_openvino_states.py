@@ -166,7 +166,21 @@ def test_what_is_loaded(find: Finder) -> None:
     ("options", "message"),
     [
         ({"dtype": "bfloat16"}, "^dtype is 'bfloat16'; .* in float32 alone"),
-        ({"kv_cache_dtype": "bfloat16"}, "^kv_cache_dtype is 'bfloat16' and dtype is 'float32'"),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            "^kv_cache_dtype is 'bfloat16', which needs the same dtype; .* in float32 alone: "
+            "ask for kv_cache_dtype int8, float16, float32 or auto$",
+        ),
+        (
+            {"matmul_accuracy_level": 3},
+            "^matmul_accuracy_level is 3, which computes in bfloat16; .* in float32 alone: "
+            "ask for another matmul_accuracy_level, or none$",
+        ),
+        (
+            {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
+            "^dtype is 'bfloat16' and kv_cache_dtype is .* in float32 alone: "
+            "ask for dtype float32 or auto, and for kv_cache_dtype int8",
+        ),
         ({"max_adapters": 1}, "max_adapters is 1, but adapters do not reach"),
         ({"hidden_layers": (1,)}, "hidden"),
     ],
