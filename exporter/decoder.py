@@ -407,7 +407,7 @@ class _Decoder:
                 alpha=alpha,
                 up_offset=offset,
                 limit=experts.limit,
-                is_gelu=self.spec.hidden_act == "gelu_tanh",
+                is_gelu=self.spec.has_gelu_experts,
             ),
             dtype=activation_dtype(self.weights),
             flatten=len(self.leading) > 1,
@@ -563,7 +563,8 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
 
     There is none of attention of latents: its operator wants keys and values of every head. Nor of
     layers with other heads than others, or with the keys and values of others, for
-    onnxruntime-genai knows one size of all caches, and one for each layer.
+    onnxruntime-genai knows one size of all caches, and one for each layer. Nor of experts with a
+    GELU, which ONNX Runtime's own operators refuse.
     """
     assert spec.has_gqa_graph
     g = GraphBuilder("gqa")

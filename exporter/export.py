@@ -266,11 +266,7 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: Special
         logger.warning(
             "the artifact will have no %s, and no %s for onnxruntime-genai: %s. onnxport itself "
             "serves the paged graph",
-            *(GRAPH_FILES["gqa"], genai.FILE),
-            "ONNX Runtime's GroupQueryAttention has no attention of latents"
-            if spec.latent is not None
-            else "it knows one size of heads, and keys and values of each layer, and this model's "
-            "layers have several, or read those of others",
+            *(GRAPH_FILES["gqa"], genai.FILE, _why_no_gqa_graph(spec)),
         )
     elif spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
         logger.warning(
@@ -279,6 +275,18 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: Special
             "onnxport itself serves the paged graph",
             *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
+
+
+def _why_no_gqa_graph(spec: ArchSpec) -> str:
+    if spec.latent is not None:
+        return "ONNX Runtime's GroupQueryAttention has no attention of latents"
+    if spec.has_mixed_layers:
+        return (
+            "it knows one size of heads, and keys and values of each layer, and this model's "
+            "layers have several, or read those of others"
+        )
+    assert spec.has_gelu_experts
+    return "ONNX Runtime's MoE and QMoE have no gated GELU, which this model's experts have"
 
 
 def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:

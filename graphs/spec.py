@@ -353,8 +353,12 @@ class ArchSpec:
                 "heads of layers without a window",
             )
             require(
-                self.local_rope is not None and None in self.sliding_window,
-                "global_heads needs a local_rope, and layers with and without a window",
+                len(set(map(bool, self.sliding_window))) == 2,
+                "global_heads needs layers with and without a window",
+            )
+            require(
+                heads.head_size == self.head_size or self.local_rope is not None,
+                "global_heads of another size needs a local_rope",
             )
             require(
                 self.attention_scale is not None,
@@ -496,7 +500,12 @@ class ArchSpec:
     @property
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
-        return self.latent is None and not self.has_mixed_layers
+        return self.latent is None and not self.has_mixed_layers and not self.has_gelu_experts
+
+    @property
+    def has_gelu_experts(self) -> bool:
+        """Whether experts have a GELU, which ONNX Runtime's operators lack: `experts.Swiglu`."""
+        return self.experts is not None and self.hidden_act == "gelu_tanh"
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads, most often its own."""

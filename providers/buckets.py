@@ -111,6 +111,11 @@ class Buckets:
         short = longest_chunk <= _SHORT_TILE
         return min(_SHORT_TILE, self.tile_tokens) if short else self.tile_tokens
 
+    def row_width(self, longest_chunk: int) -> int:
+        """What a row is padded to in a step that runs whole, where a row is a tile."""
+        assert self.row_is_tile
+        return 1 if longest_chunk == 1 else self.query_tile(longest_chunk)
+
     def shape(self, tokens: int, rows: int, longest_chunk: int, blocks: int) -> StepShape:
         """The sizes that a step is padded to, where it wants a row of logits for each row at most.
 

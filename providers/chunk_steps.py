@@ -7,7 +7,7 @@ of more tokens goes on, in the next run, from what it has left in the slot that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -27,7 +27,14 @@ class Piece(NamedTuple):
     end: int
 
 
-def cut(new: Sequence[int], most_tokens: int, most_places: int = MOST_PLACES) -> list[list[Piece]]:
+def cut(
+    new: Sequence[int],
+    most_tokens: int,
+    most_places: int = MOST_PLACES,
+    *,
+    width: Callable[[int], int] = lambda longest: longest,
+    most_rows: int | None = None,
+) -> list[list[Piece]]:
     """Cut rows into runs, in which each has its next tokens, and rows are in order.
 
     Rows of like lengths run together: those with the most tokens first, for others wait for none.
@@ -36,6 +43,8 @@ def cut(new: Sequence[int], most_tokens: int, most_places: int = MOST_PLACES) ->
         new: tokens of each row.
         most_tokens: of a row in a run.
         most_places: see MOST_PLACES.
+        width: what the rows of a run are padded to, by the tokens of its longest.
+        most_rows: of a run; None: any number.
     """
     runs: list[list[Piece]] = []
     for first in range(0, max(new), most_tokens):
@@ -47,7 +56,9 @@ def cut(new: Sequence[int], most_tokens: int, most_places: int = MOST_PLACES) ->
         pieces.sort(key=lambda piece: piece.first - piece.end)  # stable: the longest first
         while pieces:
             longest = max(1, pieces[0].end - pieces[0].first)
-            count = max(1, most_places // longest)
+            count = max(1, most_places // width(longest))
+            if most_rows is not None:
+                count = min(count, most_rows)
             runs.append(sorted(pieces[:count]))
             pieces = pieces[count:]
     return runs

@@ -22,9 +22,10 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.block_transfers import zeros_graph
 from onnxport.graphs.passes.accuracy import has_int8_products
 from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
+from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
-from onnxport.providers.base import Capabilities, KVFormat, LoadOptions
+from onnxport.providers.base import Attention, Capabilities, KVFormat, LoadOptions
 from onnxport.providers.buckets import Buckets
 from onnxport.providers.device_blocks import BlockRoom, allocate
 from onnxport.providers.device_logits import DeviceLogits
@@ -103,10 +104,9 @@ def load_on_device(
         )
     captures = options.capture_graphs
     if captures is None:
-        can = recipe.capture_options is not None and lowering.attention == "native"
-        # The host counts positions, by which such a model rotates in operators of its own.
-        in_parts = bool(options.allowed_on_host) or bool(artifact.manifest.model.qk_norm_last)
-        captures = can and not emulate and not tells and not in_parts and not has_states
+        captures = not emulate and can_capture(
+            artifact.manifest.model, options, recipe, lowering.attention, tells=tells
+        )
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -197,6 +197,26 @@ def load_on_device(
             device_logits=logits,
             most_row_tokens=CHUNK_TOKENS if has_states else None,
         )
+
+
+def can_capture(
+    spec: ArchSpec, options: LoadOptions, recipe: Recipe, attention: Attention, *, tells: bool
+) -> bool:
+    """Whether a device replays the decode steps of a model where nobody says so.
+
+    Args:
+        spec: the model.
+        options: `allowed_on_host` is used.
+        recipe: of the device.
+        attention: how it is computed.
+        tells: whether steps return hidden states.
+    """
+    # The host counts positions, by which a model with `qk_norm_last` rotates in operators of its
+    # own.
+    in_parts = bool(options.allowed_on_host) or bool(spec.qk_norm_last)
+    has_states = spec.linear is not None
+    can = recipe.capture_options is not None and attention == "native"
+    return can and not (tells or in_parts or has_states)
 
 
 def _start(

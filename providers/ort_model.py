@@ -148,7 +148,11 @@ class OrtModel(Transfers):
         """Run as many new tokens of each row as a run takes, then the next ones of those left."""
         from onnxport.providers.chunk_steps import chunk_parts, cut
 
-        runs = cut(np.diff(inputs.cumulative_sequence_lengths).tolist(), most_tokens)
+        new = np.diff(inputs.cumulative_sequence_lengths).tolist()
+        if self._buckets is None:
+            runs = cut(new, most_tokens)
+        else:
+            runs = cut(new, most_tokens, width=self._buckets.row_width)
         if len(runs) == 1:
             return self._run_rows(inputs)
         limits = self._capabilities

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -107,15 +108,14 @@ def plan_pool(
         num_blocks = min(num_blocks, most)
     if num_blocks < num_groups or (left is not None and num_blocks * block_bytes > left):
         there = _there(options, free_bytes, weight_bytes, state_bytes)
-        layers, smallest = f"{num_places} layers", f"one block of {block_size} tokens"
+        smallest = f"one block of {block_size} tokens"
         if num_groups > 1:
-            layers, smallest = f"{num_groups} groups of {layers}", f"{smallest} for each group"
+            smallest = f"{smallest} for each group"
         raise CapacityError(
             f"the KV cache does not fit: {asked}, and {there}. A token "
-            f"takes {parts} x {layers} x {_heads(spec)} channels "
-            f"x {item_bytes} bytes = {token_bytes} bytes, and the smallest cache is {smallest}, "
-            f"{_size(num_groups * block_bytes)}. Ask for another kv_cache_tokens or kv_memory, "
-            f"{fewer}free memory, or export at a lower precision."
+            f"takes {_told_bytes(spec, groups, item_bytes, row_bytes)} = {token_bytes} bytes, and "
+            f"the smallest cache is {smallest}, {_size(num_groups * block_bytes)}. Ask for another "
+            f"kv_cache_tokens or kv_memory, {fewer}free memory, or export at a lower precision."
         )
     # What a sequence gives up behind a window, it may take again.
     most_tokens = CacheGroups(groups.windows, block_size).longest(num_blocks) * block_size
@@ -148,10 +148,26 @@ def _place_bytes(
     return round(spec.cache_parts * sum(heads * of_row(size) for _, heads, size in kinds))
 
 
-def _heads(spec: ArchSpec) -> str:
-    """What KV heads there are, as messages have it."""
-    kinds = {spec.heads_of(layer): None for layer in spec.cached_layers}
-    return " or ".join(f"{kind.num_kv_heads} KV heads x {kind.head_size}" for kind in kinds)
+def _told_bytes(
+    spec: ArchSpec,
+    groups: LayerGroups,
+    item_bytes: float,
+    row_bytes: Callable[[int], float] | None,
+) -> str:
+    """What a token takes, as messages have it: a product that comes to `_place_bytes` a group."""
+    of_groups = f"{len(groups.windows)} groups of " if len(groups.windows) > 1 else ""
+    if spec.has_even_caches:
+        return (
+            f"{spec.cache_parts} x {of_groups}{groups.num_places} layers x {spec.num_kv_heads} "
+            f"KV heads x {spec.head_size} channels x {item_bytes} bytes"
+        )
+    of_row = row_bytes or (lambda size: size * item_bytes)
+    kinds = Counter((heads, size) for _, heads, size in set(cache_kinds(spec, groups)))
+    told = [
+        f"{count} layers x {heads} KV heads x {of_row(size)} bytes for {size} channels"
+        for (heads, size), count in sorted(kinds.items())
+    ]
+    return f"{spec.cache_parts} x {of_groups}({' + '.join(told)})"
 
 
 def _there(

@@ -27,6 +27,12 @@ class StatePlan:
     num_slots: int  # that can be written; another one is all zeros. 0: there are no states
     slot_bytes: int  # over all layers that have states
     num_spare: int = 0  # slots behind the others, for what pads a step
+    copies_rows: bool = False  # of steps with several: what they read, and what they write
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a step at most, where each has the slots of a sequence to itself."""
+        return self.num_slots // SLOTS_PER_SEQUENCE
 
     @property
     def pool_slots(self) -> int:
@@ -35,8 +41,9 @@ class StatePlan:
 
     @property
     def num_bytes(self) -> int:
-        """What all slots take, the one of zeros included."""
-        return self.pool_slots * self.slot_bytes
+        """What all slots take, the one of zeros included, and copies of rows."""
+        copies = 2 * self.most_rows if self.copies_rows else 0
+        return (self.pool_slots + copies) * self.slot_bytes
 
 
 def state_bytes(spec: ArchSpec, conv_item_bytes: int = STATE_ITEM_BYTES) -> int:
@@ -89,6 +96,7 @@ def plan_states(
     *,
     conv_item_bytes: int = STATE_ITEM_BYTES,
     num_spare: int = 0,
+    copies_rows: bool = False,
     buffer_bytes: int | None = None,
 ) -> StatePlan:
     """Plan as many slots as are asked for, or as fit into a share of what the others leave.
@@ -102,6 +110,7 @@ def plan_states(
         kv_bytes: what a KV cache takes whose size was asked for; 0: it is planned afterwards.
         conv_item_bytes: of a number that a convolution keeps.
         num_spare: slots that nobody counts as his, for what pads a step.
+        copies_rows: see `StatePlan`; each slot takes twice the room then.
         buffer_bytes: the largest buffer that the device has, for the states of a layer; None: no
             limit.
 
@@ -113,7 +122,9 @@ def plan_states(
         return StatePlan(0, 0)
     wanted = options.state_slots or SEQUENCES * SLOTS_PER_SEQUENCE
     left = UNKNOWN_BYTES if free_bytes is None else max(0, free_bytes - weight_bytes - kv_bytes)
-    num_slots = min(wanted, int(left * STATE_SHARE) // size - 1 - num_spare)
+    # A sequence has two slots, and its row is copied twice.
+    times = 2 if copies_rows else 1
+    num_slots = min(wanted, (int(left * STATE_SHARE) // size - 1 - num_spare) // times)
     if buffer_bytes is not None:
         fits = buffer_bytes // max(_sizes(spec, conv_item_bytes)) - 1 - num_spare
         if fits < SLOTS_PER_SEQUENCE <= num_slots:
@@ -126,6 +137,7 @@ def plan_states(
         num_slots = min(num_slots, fits)
     if num_slots < SLOTS_PER_SEQUENCE:
         cache, smaller = "", ""
+        copies = ", copies in steps of several included" if copies_rows else ""
         there = "the device does not tell its memory"
         if kv_bytes:
             cache = f", the KV cache {kv_bytes} (kv_memory, kv_cache_tokens)"
@@ -134,12 +146,13 @@ def plan_states(
             there = f"{free_bytes} are free and the weights take {weight_bytes}{cache}"
         raise CapacityError(
             f"the states of layers of linear attention do not fit: each sequence needs "
-            f"{SLOTS_PER_SEQUENCE} of {size} bytes, and another one is all zeros; state_slots is "
+            f"{times * SLOTS_PER_SEQUENCE} of {size} bytes{copies}, and another one is all zeros; "
+            f"state_slots is "
             f"{wanted}, and {left} bytes are left, of which they may take {STATE_SHARE:.0%}, for "
             f"{there}. Ask for at least {SLOTS_PER_SEQUENCE} state_slots,{smaller} free memory, or "
             "export at a lower precision."
         )
-    return StatePlan(num_slots, size, num_spare)
+    return StatePlan(num_slots, size, num_spare, copies_rows)
 
 
 def plan_memory(

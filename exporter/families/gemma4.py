@@ -30,6 +30,7 @@ _ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
     _SLIDING: {"rope_theta": 10_000.0},
 }
 _OVERRIDES: Final = {"head_dim", "num_key_value_heads"}
+_MOST_DIGITS: Final = 9  # of a layer's number
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -132,7 +133,7 @@ def _ropes(config: Config) -> dict[str, dict[str, Any]]:
     """RoPE keys by layer type, of which there is no old spelling."""
     given = config.get("rope_parameters", dict, {})
     is_whole = all(isinstance(given.get(kind), dict) for kind in _ROPES) and all(
-        "rope_theta" in given[kind] for kind in _ROPES
+        given[kind].get("rope_theta") is not None for kind in _ROPES
     )
     if config.has("rope_scaling") or (given and not is_whole):
         raise UnsupportedModelError(
@@ -183,8 +184,10 @@ def _overrides(config: Config, spec: ArchSpec) -> tuple[int, int]:
     """
     given = config.require("per_layer_config", dict)
     layers = [layer for layer, window in enumerate(spec.sliding_window) if window is None]
-    # Transformers fills numbers up with zeros.
-    told = {int(key): one for key, one in given.items() if str(key).isdecimal()}
+    # Transformers fills numbers up with zeros; Python makes none of more than 4,300 digits.
+    told = {
+        int(key): one for key, one in given.items() if key.isdecimal() and len(key) <= _MOST_DIGITS
+    }
     first = told.get(layers[0], {})
     is_known = (
         len(told) == len(given)

@@ -280,7 +280,10 @@ def _layer(
 
 
 def is_swiglu(node: onnx.NodeProto) -> bool:
-    """Whether experts are as the exporter has them: gate and up take turns, no lone bias."""
+    """Whether experts are as the exporter has them: gate and up take turns, no lone bias.
+
+    What there is between the products may be a GELU, see `Swiglu`.
+    """
     given = {index for index, name in enumerate(node.input) if name}
     needed, biases = set(EXPERTS_INPUTS[node.op_type]), set(BIASES[node.op_type])
     if attribute_text(node, "quant_type") == FP4:

@@ -26,8 +26,7 @@ from onnx import TensorProto, helper
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
-from onnxport.graphs.experts import GELU, Swiglu
-from onnxport.graphs.inspect import attribute_text
+from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.chunk_linear import chunk_linear
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, SINKS, flatten_paged
@@ -67,7 +66,8 @@ def lower(
     Args:
         artifact: what to read.
         lora: the pass that lets adapters be inputs of the graph; None: they are not.
-        keep_experts: leave experts to `convert`, for a plugin that gives tokens to some of them.
+        keep_experts: leave experts to `convert`, for a plugin that gives tokens to some of them;
+            not those with a GELU, which the plugin's pattern does not have.
     """
     step = made = int8_experts(artifact, artifact.load_graph("paged"), "float32")
     yield step
@@ -89,8 +89,8 @@ def lower(
 
 
 def _is_known(node: onnx.NodeProto) -> bool:
-    """Whether experts are what `convert` writes as the plugin's pattern, whose gate is a SiLU."""
-    return is_swiglu(node) and attribute_text(node, "activation_type") != GELU
+    """Whether `openvino.experts` writes what a layer of experts computes."""
+    return is_swiglu(node) and not Swiglu.of(node).is_gelu
 
 
 def collect_weights(
@@ -278,6 +278,8 @@ class _Conversions:
         return [self._experts(node, weights, BIASES[QMOE])]
 
     def _experts(self, node: Any, weights: Sequence[Any], biases: tuple[int, int]) -> Any:
+        if node.get_attribute("activation_type", "swiglu") != "swiglu":
+            raise ValueError("experts with another activation than swiglu")
         x, logits = (node.get_input(index) for index in range(2))
         if node.get_input_size() > biases[1]:
             own = ExpertWeights(*weights, *(self._weights[_name(node, index)] for index in biases))

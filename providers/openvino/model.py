@@ -89,7 +89,8 @@ class OpenVinoModel(Transfers):
         from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
         from onnxport.providers.chunk_steps import chunk_parts, cut
 
-        runs = cut(np.diff(inputs.cumulative_sequence_lengths).tolist(), CHUNK_TOKENS)
+        new = np.diff(inputs.cumulative_sequence_lengths).tolist()
+        runs = cut(new, CHUNK_TOKENS, most_rows=self._states.most_rows)
         if len(runs) == 1:
             return self._run_whole(inputs)
         rows, limits = len(inputs.logits_indices), self._capabilities

@@ -38,7 +38,7 @@ from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
 from onnxport.providers.openvino.core import import_openvino, new_core
-from onnxport.providers.openvino.cpu import CpuPlugin
+from onnxport.providers.openvino.cpu import CACHES, LEVEL_DTYPES, CpuPlugin
 from onnxport.providers.openvino.experts import PRODUCTS, count_gathers
 from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
@@ -174,7 +174,9 @@ class OpenVinoProvider:
             row_bytes=row_bytes(spec, forms),
         )
         held_bytes = room.weight_bytes + (lora.num_bytes() if lora else 0)
-        pool, states = plan_memory(spec, options, room.free_bytes, plan, held_bytes)
+        pool, states = plan_memory(
+            spec, options, room.free_bytes, plan, held_bytes, copies_rows=True
+        )
         capabilities = _capabilities(artifact, core, plugin, graphs[-1].compiled, form, pool)
         capabilities = replace(
             _with_adapters(capabilities, options),
@@ -201,18 +203,28 @@ def _for_states(artifact: Artifact, plugin: Plugin, options: LoadOptions) -> Loa
     of a graph.
 
     Raises:
-        ProviderError: the device is no processor, or another type was asked for.
+        ProviderError: the device is no processor, or another type was asked for, by whatever
+            option.
     """
     if plugin.device != "CPU":
         refuse_states(artifact, f"openvino on a {plugin.device}")
-    asked = replace(options, dtype="float32")
+    level, caches = options.matmul_accuracy_level, CACHES["float32"]
+    found, allowed = [], []
     if options.dtype not in ("auto", "float32"):
-        raise ProviderError(
-            f"dtype is {options.dtype!r}; OpenVINO computes layers that keep states, which "
-            f"{artifact.path.name} has, in float32 alone: ask for that or auto"
+        found.append(f"dtype is {options.dtype!r}")
+        allowed.append("dtype float32 or auto")
+    if (dtype := LEVEL_DTYPES.get(level or 0, "float32")) != "float32":
+        found.append(f"matmul_accuracy_level is {level}, which computes in {dtype}")
+        allowed.append("another matmul_accuracy_level, or none")
+    if options.kv_cache_dtype not in ("auto", *caches):
+        found.append(f"kv_cache_dtype is {options.kv_cache_dtype!r}, which needs the same dtype")
+        allowed.append(f"kv_cache_dtype {', '.join(caches)} or auto")
+    if found:
+        raise OptionError(
+            f"{' and '.join(found)}; OpenVINO computes layers that keep states, which "
+            f"{artifact.path.name} has, in float32 alone: ask for {', and for '.join(allowed)}"
         )
-    plugin.check(asked)
-    return asked
+    return replace(options, dtype="float32")
 
 
 def _lora(artifact: Artifact, plugin: Plugin, options: LoadOptions) -> OpenVinoLora | None:

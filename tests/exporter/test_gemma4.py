@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from onnxport.graphs.paged import attention_nodes
 from onnxport.graphs.spec import ArchSpec
 from tests.exporter import checkpoints
 from tests.exporter.configs import read, respelled
+from tests.exporter.run_graphs import Graph
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 COMMON: dict[str, Any] = {
@@ -179,6 +181,7 @@ def test_rope_tables_are_transformers_own(name: str) -> None:
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 1e6}}},
         {"rope_parameters": {FULL: {"rope_type": "default"}, SLIDING: {"rope_theta": 1e4}}},
+        {"rope_parameters": {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": None}}},
         {
             "rope_parameters": {
                 FULL: {"rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -201,6 +204,7 @@ def test_rope_tables_are_transformers_own(name: str) -> None:
         {"per_layer_config": {"sliding_attention": {"head_dim": 512}}},
         {"per_layer_config": {"4": {"head_dim": 512}}},  # others without a window are not named
         {"per_layer_config": {str(i): {"intermediate_size": 8} for i in range(4, 35, 5)}},
+        {"per_layer_config": {"4" * 5000: {"head_dim": 512}}},  # more digits than int() takes
         {"vocab_size_per_layer_input": 1000},
         {"enable_moe_block": True},
         {"query_pre_attn_scalar": 256},
@@ -214,6 +218,26 @@ def test_what_would_change_the_result_is_refused(changes: dict[str, Any]) -> Non
     assert "config.json" in str(caught.value)
     named = (next(iter(changes)), "RoPE")
     assert any(name in str(caught.value) for name in named)
+
+
+def test_both_kinds_of_layers_may_rotate_alike(tmp_path: Path) -> None:
+    """Where their heads have one size, whatever else differs."""
+    same = {"rope_theta": 1e4, "rope_type": "default"}
+    changes = {"rope_parameters": {FULL: same, SLIDING: same}}
+    spec = read(LARGE | changes | {"global_head_dim": 256})
+    assert spec.global_heads == HeadsSpec(head_size=256, num_kv_heads=4, keys_are_values=True)
+    assert spec.ropes == (spec.rope,)
+    assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    with pytest.raises(ValueError, match="global_heads of another size needs a local_rope"):
+        replace(read(LARGE), local_rope=None)
+    case = checkpoints.CASES["gemma4"]
+    alike = replace(case, config={**case.config, **changes, "global_head_dim": 16})
+    peer = checkpoints.make(alike, tmp_path / "checkpoint")
+    options = ExportOptions(precision="fp32", threads=1)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    token_ids = checkpoints.tokens()
+    found = Graph(Artifact.read(path), "decomposed").logits(token_ids)
+    np.testing.assert_allclose(found, checkpoints.logits(peer, token_ids), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -284,3 +308,17 @@ def test_a_tensor_that_nothing_reads_is_refused(tmp_path: Path) -> None:
     save_file(weights, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.2\.self_attn\.w_proj"):
         export_model(tmp_path / "checkpoint", tmp_path / "artifact")
+
+
+def test_experts_with_a_gelu_have_no_graph_that_onnx_runtime_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = checkpoints.CASES["gemma4-moe-all"]
+    even = replace(case, config={**case.config, "global_head_dim": 16})
+    checkpoints.make(even, tmp_path / "checkpoint")
+    artifact = Artifact.read(export_model(tmp_path / "checkpoint", tmp_path / "artifact"))
+    spec = artifact.manifest.model
+    assert not spec.has_mixed_layers
+    assert "MoE and QMoE have no gated GELU" in caplog.text
+    assert not {"model_gqa.onnx", "genai_config.json"} & set(artifact.manifest.files)
+    assert replace(spec, experts=None).has_gqa_graph

@@ -343,6 +343,7 @@ def test_layers_that_differ_survive_json() -> None:
         ({"local_rope": None}, "needs a local_rope"),
         ({"attention_scale": None}, "needs an attention_scale"),
         ({"sliding_window": (8,) * 4}, "with and without a window"),
+        ({"sliding_window": (None,) * 4}, "with and without a window"),
         ({"shared_kv_layers": 4}, "shared_kv_layers is 4 of 4 layers"),
         ({"shared_kv_layers": 3}, "one of each window"),
         ({"shared_kv_layers": 0}, "shared_kv_layers is 0"),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxport.providers.base import StepInputs
+from onnxport.providers.buckets import Buckets
 from onnxport.providers.chunk_steps import MOST_PLACES, Piece, chunk_parts, cut
 
 
@@ -29,6 +30,25 @@ def test_cut(new: list[int], places: int, wanted: list[list[tuple[int, int, int]
 def test_many_rows_of_one_token_run_together() -> None:
     assert len(cut([1] * MOST_PLACES, 64)) == 1
     assert [len(run) for run in cut([1] * 100 + [64], 64)] == [16, 85]
+
+
+def test_rows_are_as_wide_as_they_are_padded() -> None:
+    buckets = Buckets(2048, 256, 4096, 16, row_is_tile=True)
+
+    def sizes(new: list[int]) -> list[int]:
+        return [len(run) for run in cut(new, 64, width=buckets.row_width)]
+
+    assert sizes([1] * 256) == [256]
+    assert sizes([1] * 126 + [2, 8]) == [128]
+    assert sizes([1] * 127 + [2, 8]) == [128, 1]
+    assert sizes([1] * 100 + [9]) == [16, 85]
+    for longest in (1, 2, 8, 9, 64):
+        shape = buckets.shape(2 * longest, 2, longest, 8)
+        assert buckets.row_width(longest) == shape.query_tile
+
+
+def test_runs_have_no_more_rows_than_they_may() -> None:
+    assert cut([1, 4, 2], 4, most_rows=2) == [[(1, 0, 4), (2, 0, 2)], [(0, 0, 1)]]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 8), st.integers(1, 20))

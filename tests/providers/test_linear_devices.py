@@ -19,9 +19,10 @@ from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
 from onnxport.providers import device, webgpu
-from onnxport.providers.base import LoadOptions
+from onnxport.providers.base import Attention, LoadOptions, StepInputs
 from onnxport.providers.ort import CacheTensor
 from onnxport.providers.ort_model import OrtModel
+from onnxport.providers.recipe import Recipe
 from onnxport.providers.registry import get_provider
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from onnxport.serving.config import EngineConfig
@@ -207,6 +208,24 @@ def test_a_cut_step_tells_no_summaries(find: Finder) -> None:
         assert (summaries[:, -1] == -1).all()
 
 
+@pytest.mark.parametrize(("provider", "wanted"), [("webgpu", [18]), ("migraphx", [16, 2])])
+def test_rows_run_together_by_what_they_are_padded_to(
+    find: Finder, monkeypatch: pytest.MonkeyPatch, provider: str, wanted: list[int]
+) -> None:
+    """Of 9 tokens on webgpu, and of 64 where shapes are few."""
+    with loaded(find("qwen3.5", "int4"), provider, **{**EXACT, "state_slots": 40}) as model:
+        run, rows = model._run_rows, []
+
+        def note(inputs: StepInputs) -> Logits:
+            rows.append(len(inputs.block_table))
+            return run(inputs)
+
+        monkeypatch.setattr(model, "_run_rows", note)
+        new = {0: PROMPTS[0][:9]} | {row: [row] for row in range(1, 18)}
+        assert len(Stateful(model, 18).run(new)) == 18
+    assert rows == wanted
+
+
 @pytest.mark.parametrize("provider", ["webgpu", "migraphx"])
 def test_an_engine_serves_them(find: Finder, provider: str) -> None:
     """Prefixes are found again, and what is answered is the same as without."""
@@ -271,8 +290,35 @@ def test_what_does_not_go_with_them(find: Finder, options: Mapping[str, Any], me
         get_provider("cuda", emulate=True).load(artifact, LoadOptions(**options))
 
 
-def test_decoding_is_not_replayed_unasked(find: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor has the graph any control flow, which could not be on most devices."""
+def test_decoding_is_not_replayed_unasked(find: Finder) -> None:
+    recipe = Recipe(
+        provider="cuda",
+        device="a GPU",
+        dtypes=("float16",),
+        native=None,
+        native_block_size=lambda size: 256,
+        capture_options={"enable_cuda_graph": "1"},
+    )
+    stateful = Artifact.read(find("qwen3.5", "int4")).manifest.model
+    spec = replace(stateful, linear=None)  # which has attention in all layers
+    rope = replace(spec.rope, rotary_dim=spec.head_size)
+    last = replace(spec, qk_norm_last=True, rope=rope)
+
+    def can(attention: Attention = "native", *, tells: bool = False, **given: Any) -> bool:
+        values: dict[str, Any] = {"spec": spec, "options": LoadOptions(), "recipe": recipe, **given}
+        return device.can_capture(**values, attention=attention, tells=tells)
+
+    assert can()
+    assert not can(spec=stateful)
+    assert not can(spec=last)
+    assert not can("decomposed")
+    assert not can(tells=True)
+    assert not can(options=LoadOptions(allowed_on_host=("Gather",)))
+    assert not can(recipe=replace(recipe, capture_options=None))
+
+
+def test_the_graph_has_no_control_flow(find: Finder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which could not be on most devices."""
     models: list[bytes] = []
     begin = device.start_session
 
@@ -281,8 +327,8 @@ def test_decoding_is_not_replayed_unasked(find: Finder, monkeypatch: pytest.Monk
         return begin(model, *others)
 
     monkeypatch.setattr(device, "start_session", note)
-    with loaded(find("qwen3.5", "int4"), "cuda") as model:
-        assert model._replay is None
+    with loaded(find("qwen3.5", "int4"), "cuda"):
+        pass
     (graph,) = (onnx.ModelProto.FromString(one).graph for one in models)
     kinds = {node.op_type for node in graph.node}
     assert not kinds & {"Loop", "Scan", "If", "GatedDeltaNet", "VarlenCausalConvWithState"}

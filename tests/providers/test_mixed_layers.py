@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,10 +82,21 @@ def test_a_block_has_room_for_each_kind_of_heads(windows: Path, dtype: str) -> N
             hybrid.write_blocks([0], np.zeros(1, np.float32))
 
 
-def test_a_pool_that_does_not_fit_says_what_heads_there_are(windows: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_pool_that_does_not_fit_states_the_arithmetic(
+    windows: Path, dtype: str, hybrid: bool
+) -> None:
+    near, far = row_bytes(dtype, 16), row_bytes(dtype, 32)
+    groups, count = (6, 1) if hybrid else (1, 5)
+    total = 2 * groups * (far + count * 4 * near)
+    told = (
+        f"takes 2 x {'6 groups of ' if hybrid else ''}(1 layers x 1 KV heads x {far} bytes for 32 "
+        f"channels + {count} layers x 4 KV heads x {near} bytes for 16 channels) = {total} bytes"
+    )
     with (
-        pytest.raises(CapacityError, match="4 KV heads x 16 or 1 KV heads x 32 channels"),
-        opened(windows, "custom", kv_memory=1),
+        pytest.raises(CapacityError, match=re.escape(told)),
+        opened(windows, "custom", kv_memory=1, kv_cache_dtype=dtype, hybrid_kv_cache=hybrid),
     ):
         pass
 

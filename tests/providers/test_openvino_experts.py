@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, numpy_helper
 
-from onnxport.graphs.experts import FP4
+from onnxport.exporter.export import export_model
+from onnxport.graphs.experts import FP4, GELU
+from onnxport.graphs.inspect import set_attribute
 from onnxport.graphs.passes.int8_experts import write_int8_experts
 from onnxport.graphs.passes.retype import retype
 from onnxport.providers.base import Model
@@ -18,6 +21,8 @@ from onnxport.providers.openvino import convert, cpu, experts
 from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.model import OpenVinoModel
 from onnxport.providers.registry import get_provider
+from tests.conformance.make import export_options
+from tests.exporter import checkpoints
 from tests.graphs.expert_models import COUNT, TYPES, Layer, inputs, layer
 from tests.providers import models
 from tests.providers.conftest import ArtifactMaker
@@ -165,3 +170,30 @@ def test_a_plugin_without_them_gets_standard_operators(
             count = experts.count_gathers(graphs_of(model)[0])
         assert able or count == 0
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+def test_experts_with_a_gelu_are_written_out(tmp_path: Path, precision: str) -> None:
+    """The plugin's pattern has a SiLU in its place."""
+    case = checkpoints.CASES["gemma4-moe-all"]
+    even = replace(case, config={**case.config, "global_head_dim": 16})
+    checkpoints.make(even, tmp_path / "checkpoint")
+    options = export_options(precision)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    exact = {"kv_cache_dtype": "float32", "matmul_accuracy_level": 1}
+    rows: list[models.Row] = [(list(range(3, 17)), 0, [0]), ([40], 0, [1])]
+    with models.opened(path, "decomposed", **exact) as model:
+        expected = models.run_rows(model, rows)
+    with models.opened(path, None, provider="openvino", **exact) as model:
+        found = models.run_rows(model, rows)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        assert not any(experts.count_gathers(graph) for graph in graphs_of(model))
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_an_activation_that_is_not_known_is_refused(tmp_path: Path, bits: int | None) -> None:
+    made = layer(tmp_path, bits, TYPES["float32"])
+    (node,) = (node for node in made.model.graph.node if node.op_type in ("MoE", "QMoE"))
+    set_attribute(node, "activation_type", GELU)
+    with pytest.raises(Exception, match="another activation than swiglu"):
+        compiled(made)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
@@ -20,7 +20,8 @@ from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import provider as openvino
 from onnxport.providers.openvino.gpu import GpuPlugin
 from onnxport.providers.openvino.model import OpenVinoModel
-from onnxport.providers.states import state_bytes
+from onnxport.providers.openvino.states import RowStates
+from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints
 from tests.exporter.checkpoints import HYBRID, SPACES
@@ -107,6 +108,42 @@ def test_nothing_but_its_own_slots_is_written(find: Finder) -> None:
                 assert not pool[0].any()
 
 
+def test_copies_of_rows_are_planned(find: Finder) -> None:
+    """And not made anew in each step."""
+    path = find("qwen3.5")
+    spec = Artifact.read(path).manifest.model
+    size = state_bytes(spec)
+    for slots, rows in ((9, 4), (2, 1)):
+        told = StatePlan(slots, size, copies_rows=True)
+        assert (told.most_rows, told.num_bytes) == (rows, (slots + 1 + 2 * rows) * size)
+        states = RowStates(spec, told)
+        arrays = [one for pool in states._pools for one in (pool.slots, pool.taken, pool.given)]
+        assert sum(one.nbytes for one in arrays) == told.num_bytes
+    with pytest.raises(AssertionError, match="no room"):
+        RowStates(spec, StatePlan(9, size))
+    free = 2 * 11 * size  # of which states may take half
+    found = plan_states(spec, LoadOptions(), free, 0, copies_rows=True)
+    assert found == StatePlan(5, size, copies_rows=True)
+    assert found.num_bytes <= 11 * size
+    with pytest.raises(CapacityError, match=f"needs 4 of {size} bytes, copies in steps of several"):
+        plan_states(spec, LoadOptions(), 2 * 5 * size - 1, 0, copies_rows=True)
+
+
+def test_steps_of_more_rows_than_copies_are_cut(find: Finder) -> None:
+    """No engine makes them: sequences have two slots each."""
+    path = find("qwen3.5")
+    reference = Reference(path)
+    prompts = [ids[:7] for ids in PROMPTS]
+    with opened(path, None, provider="openvino", state_slots=3, **EXACT) as model:
+        assert isinstance(model, OpenVinoModel)
+        assert model._states is not None
+        assert model._states.most_rows == 1
+        found = Stateful(model, 3).run(dict(enumerate(prompts)))
+    for row, logits in found.items():
+        wanted = reference.logits(prompts[row])
+        np.testing.assert_allclose(logits, wanted, atol=1e-4 * wanted.std(), rtol=0)
+
+
 def test_what_is_loaded(find: Finder) -> None:
     path = find("qwen3.5")
     spec = Artifact.read(path).manifest.model
@@ -129,7 +166,21 @@ def test_what_is_loaded(find: Finder) -> None:
     ("options", "message"),
     [
         ({"dtype": "bfloat16"}, "^dtype is 'bfloat16'; .* in float32 alone"),
-        ({"kv_cache_dtype": "bfloat16"}, "^kv_cache_dtype is 'bfloat16' and dtype is 'float32'"),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            "^kv_cache_dtype is 'bfloat16', which needs the same dtype; .* in float32 alone: "
+            "ask for kv_cache_dtype int8, float16, float32 or auto$",
+        ),
+        (
+            {"matmul_accuracy_level": 3},
+            "^matmul_accuracy_level is 3, which computes in bfloat16; .* in float32 alone: "
+            "ask for another matmul_accuracy_level, or none$",
+        ),
+        (
+            {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"},
+            "^dtype is 'bfloat16' and kv_cache_dtype is .* in float32 alone: "
+            "ask for dtype float32 or auto, and for kv_cache_dtype int8",
+        ),
         ({"max_adapters": 1}, "max_adapters is 1, but adapters do not reach"),
         ({"hidden_layers": (1,)}, "hidden"),
     ],
