@@ -83,7 +83,7 @@ def plan_pool(
             "--context-length"
         )
     groups = groups or LayerGroups.single(len(spec.cached_layers))
-    num_groups, num_places = len(groups.windows), groups.num_places
+    num_groups = len(groups.windows)
     parts = spec.cache_parts
     place_bytes = _place_bytes(spec, groups, item_bytes, row_bytes)
     token_bytes = num_groups * place_bytes

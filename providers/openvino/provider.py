@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import onnx
 
-from onnxport.errors import ProviderError
+from onnxport.errors import OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.flat_paged import flatten_paged, has_sinks
