@@ -10,12 +10,14 @@ import pytest
 from onnxport.kv.states import StatePool
 from onnxport.kv.table import Found
 from onnxport.serving.draft import Draft
+from onnxport.serving.engine import Engine
 from onnxport.serving.hits import Hits
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.planner import MOST_FORESEEN
 from onnxport.serving.request import Request
 from tests.serving.bench import Bench, make_request, rows
 from tests.serving.helpers import GREEDY, alone, null_engine, run, submit, tokens
+from tests.serving.prophet import Prophet
 
 PREFIX = list(range(100, 228))  # 32 blocks
 
@@ -333,3 +335,21 @@ def test_many_prompts_that_begin_alike_get_their_own_tokens() -> None:
     for name, one in prompts.items():
         assert tokens(deltas[name]) == alone(one, has_states=True)
     assert engine.stats().prefix_cache_hits == 15 * 128
+
+
+def test_a_step_of_owed_tokens_alone_is_told_to_who_guesses() -> None:
+    """All that decode owe too much to be guessed for, so nobody is asked before it."""
+    expected = tokens(run(_submitted(null_engine(state_slots=8)))["a"])
+    prophet = Prophet(lambda _: expected, length=20)
+    prophet.errs = 20
+    engine = _submitted(null_engine(state_slots=8, speculator=prophet))
+    assert tokens(run(engine)["a"]) == expected
+    assert (1, 21) in prophet.steps  # a token, and 20 guesses, the last of them wrong
+    owed = prophet.steps.index((1, 21)) + 1
+    assert prophet.steps[owed] == (1, 21)  # a token, and the 20 that came before
+    assert len(prophet.budgets) < len(prophet.steps)
+
+
+def _submitted(engine: Engine) -> Engine:
+    submit(engine, "a", PREFIX[:20], SamplingParams(temperature=0.0, max_tokens=60))
+    return engine
