@@ -25,8 +25,8 @@ The policy:
   keeps all that come after it waiting too.
 * Where a model has states, a prompt stops for a step where its state is worth keeping
   (`Hits.stops`). What is in the cache ends at such a state. A prompt that begins as another one
-  does which is being computed waits for it if that spares it enough (`hits.LEAST_SHARED`), and that
-  one stops where the two part. Nothing links them here, either: whoever comes first in the next
+  does which is being computed waits for it if that spares it enough (`hits.LEAST_SHARED`), and
+  more than it costs (`hits.COST_OF_SHORT_STEP`), and that one stops where the two part. Nothing links them here, either: whoever comes first in the next
   plan computes what they have in common, so nobody waits for one that is gone or has passed by.
 * The beams of a search start and yield together: what each of them needs next is known only when
   all have been computed as far.
