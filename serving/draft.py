@@ -99,6 +99,8 @@ class Draft:
         stops: after how many tokens the states of prompts should be kept.
         ahead: prompts that were looked up, and wait for no state that another one comes by, by what
             they begin with; only where there are states.
+        awaited: by what they begin with, keys of blocks at whose ends others stop for prompts that
+            wait, and the blocks' numbers; only where there are states.
         leading: keys of the blocks that are being computed, and by whom.
         prompt_budget: tokens that prompts have in all, at least one.
         starting: waiting requests that have their rows and blocks, if not always tokens yet.
@@ -114,6 +116,7 @@ class Draft:
         "_pool",
         "_taken",
         "ahead",
+        "awaited",
         "budget",
         "claimed",
         "closed",
@@ -154,6 +157,7 @@ class Draft:
         self.found: dict[Request, Found] = {}
         self.stops: dict[Request, tuple[int, ...]] = {}
         self.ahead: dict[bytes, list[Request]] = {}
+        self.awaited: dict[bytes, dict[bytes, int]] = {}
         self.prompt_budget = max(1, budget_tokens)
         self.upcoming: deque[Request] | None = None
         self._opened: dict[Request, int] = {}  # prompt -> row

@@ -87,6 +87,9 @@ class Hits:
         Where the model has states: if another prompt computes what this one begins with, and stops
         where the two part.
         """
+        if draft.awaited and self._waits_too(draft, request):
+            draft.found[request] = NOTHING
+            return False
         shared = self.of(request)
         draft.found[request] = shared
         draft.stops[request] = self.stops(request)
@@ -172,10 +175,33 @@ class Hits:
         last = self.columns_ahead(request).stop
         leads = draft.ahead.get(first, ())
         found = [self._stop(draft, request, one, have, last) for one in leads]
-        return any(found)
+        stops = [stop for stop in found if stop is not None]
+        if stops and request.keys is not None:
+            index = min(stops) - 1
+            draft.awaited.setdefault(first, {})[request.keys.key(index)] = index
+        return bool(stops)
 
-    def _stop(self, draft: Draft, request: Request, lead: Request, have: int, last: int) -> bool:
-        """Whether `lead` stops at a state on the way of a prompt, as soon as it is worth it.
+    def _waits_too(self, draft: Draft, request: Request) -> bool:
+        """Whether another one waits for a state that this one would wait for, too.
+
+        It begins as that one does up to there, and has nothing in the cache behind.
+        """
+        first, keys = self._beginning(request), request.keys
+        awaited = None if first is None else draft.awaited.get(first)
+        if not awaited or keys is None or request.running or request.num_computed_tokens:
+            return False
+        last = self.columns_ahead(request).stop
+        return any(
+            index < last
+            and keys.key(index) == key
+            and (index + 1 == last or self._pool.find(keys.key(index + 1)) is None)
+            for key, index in awaited.items()
+        )
+
+    def _stop(
+        self, draft: Draft, request: Request, lead: Request, have: int, last: int
+    ) -> int | None:
+        """Behind which block `lead` stops for a prompt, where that is worth it; None: nowhere.
 
         A stop for others is worth it if it spares more tokens than it takes from the lead's step.
         Otherwise the prompt may go on from an earlier stop, or compute by itself what they share;
@@ -194,7 +220,7 @@ class Hits:
         first = max(have, draft.reached(lead) // block_size) + 1
         last = min(last, len(others))
         if first > last or keys.key(first - 1) != others.key(first - 1):
-            return False
+            return None
         common = _num_common(keys, others, first, last)
         there = [one // block_size for one in draft.stops[lead]]
         stop = max([one for one in there if first <= one <= common], default=None)
@@ -207,8 +233,8 @@ class Hits:
         more = common - max(kept, stop or 0)
         if more >= self._least and more * block_size > cost:
             draft.stops[lead] += (common * block_size,)
-            return True
-        return stop is not None and stop - kept >= self._least
+            return common
+        return stop if stop is not None and stop - kept >= self._least else None
 
     def _kept(self, draft: Draft, keys: KeyChain, end: int) -> int:
         """After how many of the first `end` blocks there is a state that stays, at the latest.

@@ -26,8 +26,9 @@ The policy:
 * Where a model has states, a prompt stops for a step where its state is worth keeping
   (`Hits.stops`). What is in the cache ends at such a state. A prompt that begins as another one
   does which is being computed waits for it if that spares it enough (`hits.LEAST_SHARED`), and
-  more than it costs (`hits.COST_OF_SHORT_STEP`), and that one stops where the two part. Nothing links them here, either: whoever comes first in the next
-  plan computes what they have in common, so nobody waits for one that is gone or has passed by.
+  more than it costs (`hits.COST_OF_SHORT_STEP`), and that one stops where the two part. Nothing
+  links them here, either: whoever comes first in the next plan computes what they have in common,
+  so nobody waits for one that is gone or has passed by.
 * The beams of a search start and yield together: what each of them needs next is known only when
   all have been computed as far.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are

@@ -170,6 +170,36 @@ def test_a_plan_looks_up_nothing_of_requests_that_a_prompt_has_passed(
     assert not stops
 
 
+def test_of_those_that_wait_for_one_state_the_first_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states = bench(budget=1000, num_rows=64, num_blocks=4000)
+    for number in range(60):
+        states.submit(f"r{number}", prompt(number), cached=True)
+    asked: list[Request] = []
+    of = Hits.of
+
+    def counted(hits: Hits, request: Request) -> Found:
+        asked.append(request)
+        return of(hits, request)
+
+    monkeypatch.setattr(Hits, "of", counted)
+    assert rows(states.scheduler.plan()) == [("r0", 0, 128)]
+    assert asked == [states.requests["r0"], states.requests["r1"]]
+
+
+def test_a_prompt_with_more_in_the_cache_does_not_wait_with_others() -> None:
+    states = bench(budget=1000)
+    states.submit("old", prompt(3, 100), cached=True)
+    while states.requests["old"].num_output_tokens < 1:
+        states.step()
+    states.finish("old")
+    for number, name in enumerate("abc"):
+        states.submit(name, prompt(number), cached=True)
+    states.submit("d", prompt(3, 120), cached=True)
+    assert rows(states.step()) == [("a", 0, 128), ("d", 228, 16)]
+
+
 def test_a_prompt_that_is_computed_as_a_whole_stops_for_nobody() -> None:
     states = bench()
     hits = Hits(states.pool, states.states)
