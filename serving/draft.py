@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,25 @@ class StepPlan:
         return sum(map(len, self.drafts.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What a step may compute of a prompt: who parts from it there, two keys tell.
+
+    Attributes:
+        lead: the prompt.
+        passed: the first block at whose end it may still stop.
+        passed_key: of that block; None: there is none.
+        behind: the first block that it does not come to the end of.
+        behind_key: of that block; None: there is none.
+    """
+
+    lead: Request
+    passed: int
+    passed_key: bytes | None
+    behind: int
+    behind_key: bytes | None
+
+
 def most_drafted(vocab_size: int) -> int:
     """How many guessed tokens a step may check, so that their logits find room, float32."""
     return max(1, MOST_DRAFTED_BYTES // (4 * vocab_size))
@@ -77,19 +97,26 @@ class Draft:
         drafts: row -> guessed tokens that are computed after its own.
         found: what is cached that prompts can go on from.
         stops: after how many tokens the states of prompts should be kept.
-        ahead: prompts that were looked up, and wait for no state that another one comes by; only
-            where there are states.
+        ahead: prompts that were looked up, and wait for no state that another one comes by, by what
+            they begin with; only where there are states.
+        awaited: by what they begin with, keys of blocks at whose ends others stop for prompts that
+            wait, and the blocks' numbers; only where there are states.
         leading: keys of the blocks that are being computed, and by whom.
+        prompt_budget: tokens that prompts have in all, at least one.
         starting: waiting requests that have their rows and blocks, if not always tokens yet.
+        upcoming: waiting requests that prompts may still be made to stop for, in order; None: not
+            looked for yet.
     """
 
     __slots__ = (
         "_copies_of",
         "_dropped",
         "_groups",
+        "_opened",
         "_pool",
         "_taken",
         "ahead",
+        "awaited",
         "budget",
         "claimed",
         "closed",
@@ -103,12 +130,14 @@ class Draft:
         "num_new_columns",
         "num_past",
         "preempted",
+        "prompt_budget",
         "requests",
         "rows",
         "shared",
         "starting",
         "stops",
         "turns",
+        "upcoming",
         "yielding",
     )
 
@@ -127,7 +156,11 @@ class Draft:
         self.drafts: dict[int, tuple[int, ...]] = {}
         self.found: dict[Request, Found] = {}
         self.stops: dict[Request, tuple[int, ...]] = {}
-        self.ahead: list[Request] = []
+        self.ahead: dict[bytes, list[Request]] = {}
+        self.awaited: dict[bytes, dict[bytes, int]] = {}
+        self.prompt_budget = max(1, budget_tokens)
+        self.upcoming: deque[Request] | None = None
+        self._opened: dict[Request, int] = {}  # prompt -> row
         self.leading: dict[bytes, Request] = {}
         self.starting: set[Request] = set()
         self.requests: list[Request] = []
@@ -226,6 +259,7 @@ class Draft:
         row = len(self.requests)
         if shared:
             self.shared[row] = shared
+        self._opened[request] = row
         self.requests.append(request)
         self.num_past.append(num_past)
         self.num_new.append(0)
@@ -259,16 +293,42 @@ class Draft:
         self.claimed += self.pending(request, shared, self.num_new_columns[row]) - claim
         return taken
 
-    def reached(self, request: Request, block_size: int) -> int:
+    def start(self, request: Request) -> int:
+        """How many tokens of a prompt that was looked up are in the cache."""
+        return request.num_computed_tokens + len(self.found[request]) * self._pool.block_size
+
+    def end(self, request: Request) -> int:
+        """How many tokens of a prompt are in the cache after the step, as far as it is planned."""
+        row = self._opened.get(request)
+        return self.start(request) if row is None else self.num_past[row] + self.num_new[row]
+
+    def reached(self, request: Request) -> int:
         """After how many tokens a prompt can stop no more, as far as the plan has grown.
 
         Where it ends by now it may still stop, if that is not where it has begun.
         """
-        if request in self.requests:
-            row = self.requests.index(request)
-            if self.num_new[row]:
-                return self.num_past[row] + self.num_new[row] - 1
-        return request.num_computed_tokens + len(self.found[request]) * block_size
+        row = self._opened.get(request)
+        return self.end(request) - (row is not None and self.num_new[row] > 0)
+
+    def stretch(self, lead: Request) -> Stretch:
+        """What a step may compute of a prompt, as far as the plan has grown."""
+        keys, block_size = lead.keys, self._pool.block_size
+        ends = (self.reached(lead), self.end(lead) + self.prompt_budget)
+        passed, behind = (end // block_size for end in ends)
+        assert keys is not None
+        return Stretch(
+            lead,
+            passed,
+            keys.key(passed) if passed < len(keys) else None,
+            behind,
+            keys.key(behind) if behind < len(keys) else None,
+        )
+
+    def chunk(self, request: Request) -> int:
+        """How many tokens of a prompt a step may compute: up to its next stop."""
+        start = self.start(request)
+        stops = [stop for stop in self.stops[request] if stop > start]
+        return min([len(request.tokens), *stops]) - start
 
     def claim(self, request: Request) -> int:
         """How many blocks a running prompt has still to take; 0 for one that decodes."""

@@ -102,9 +102,10 @@ class Guesses(Protocol):
         ...
 
     def note_step(self, num_rows: int, num_tokens: int, elapsed_s: float) -> None:
-        """A step without prompts took so long, the guessing left out; `propose` came before it.
+        """A step without prompts took so long, the guessing left out.
 
-        Its tokens are one a row, guesses, and those that rows owed.
+        Its tokens are one a row, guesses, and those that rows owed. `propose` came before it, or
+        some were owed.
         """
         ...
 
@@ -226,9 +227,14 @@ class Guessing:
             start += new
 
     def note_step(self, plan: StepPlan, elapsed_s: float) -> None:
-        """A step is done; only those of decodes alone can be compared."""
-        if self._asked and plan.num_decodes == len(plan.requests):
-            assert self._guesses is not None
+        """A step is done; only those of decodes alone can be compared.
+
+        What rows owe is a cost of guesses, though nobody may have been asked for more of them.
+        """
+        if self._guesses is None or plan.num_decodes != len(plan.requests):
+            return
+        owes = plan.num_tokens > plan.num_decodes + plan.num_drafted
+        if self._asked or owes:
             self._guesses.note_step(plan.num_decodes, plan.num_tokens, elapsed_s)
 
     def forget(self, request: Request) -> None:

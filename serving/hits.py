@@ -15,6 +15,9 @@ from onnxport.serving.request import Request
 # Tokens that a request must not have to compute because it waits for a state that another one makes
 # on its way: that one stops there, which costs a step, and the state takes a slot.
 LEAST_SHARED: Final = 64
+# Tokens that have to be spared for each one by which the step of a prompt gets shorter because it
+# stops for others: it ends later by that, and not always there is somebody to use the rest.
+COST_OF_SHORT_STEP: Final = 2
 
 
 class Hits:
@@ -70,7 +73,7 @@ class Hits:
         keys = request.keys
         if self._states is None or keys is None:
             return ()
-        if request.pooler is not None and request.params.skip_reading_prefix_cache:
+        if _reads_all(request):
             return ()
         block_size, find = self._pool.block_size, self._pool.find
         start = request.num_computed_tokens // block_size
@@ -84,13 +87,17 @@ class Hits:
         Where the model has states: if another prompt computes what this one begins with, and stops
         where the two part.
         """
+        if draft.awaited and self._waits_too(draft, request):
+            draft.found[request] = NOTHING
+            return False
         shared = self.of(request)
         draft.found[request] = shared
         draft.stops[request] = self.stops(request)
         if self._states is not None:
             if self._waits(draft, request, len(shared)):
                 return False
-            draft.ahead.append(request)
+            if (first := self._beginning(request)) is not None and not _reads_all(request):
+                draft.ahead.setdefault(first, []).append(request)
             return True
         key = self.key_at(
             request, request.num_computed_tokens + len(shared) * self._pool.block_size
@@ -100,7 +107,8 @@ class Hits:
     def withdraw(self, draft: Draft, request: Request) -> None:
         """Let others compute the next block of a prompt that was looked up and has to wait."""
         if self._states is not None:
-            draft.ahead.remove(request)
+            if (first := self._beginning(request)) is not None and not _reads_all(request):
+                draft.ahead[first].remove(request)
             return
         num_past = request.num_computed_tokens + len(draft.found[request]) * self._pool.block_size
         key = self.key_at(request, num_past)
@@ -124,63 +132,131 @@ class Hits:
     def foresee(self, draft: Draft, waiting: Iterable[Request]) -> None:
         """Let prompts stop where those part from them that no row or token is left for yet.
 
-        These would find K/V and no state when their turn comes.
+        These would find K/V and no state when their turn comes. Where they part behind what a step
+        can reach, a later plan sees to it.
         """
+        ahead = {first: list(map(draft.stretch, leads)) for first, leads in draft.ahead.items()}
         least = self._least
-        for request in waiting if draft.ahead else ():
+        for request in waiting:
             keys = request.keys
-            if request in draft.found or keys is None or len(keys) < least:
+            if keys is None or len(keys) < least:
                 continue
-            first = keys.key(least - 1)
-            if any(_has_key(one.keys, least - 1, first) for one in draft.ahead):
-                self._waits(draft, request, len(self.of(request)))
+            for stretch in ahead.get(keys.key(least - 1), ()):
+                passed = not _has_key(keys, stretch.passed, stretch.passed_key)
+                if passed or _has_key(keys, stretch.behind, stretch.behind_key):
+                    continue
+                if not request.num_computed_tokens:
+                    last = self.columns_ahead(request).stop
+                    self._stop(draft, request, stretch.lead, 0, last)
 
     @property
     def _least(self) -> int:
         """Blocks that have to be shared, beside those whose state is there already."""
         return -(-LEAST_SHARED // self._pool.block_size)
 
+    def _beginning(self, request: Request) -> bytes | None:
+        """What requests have in common that may wait for one another; None: it is too short."""
+        keys, least = request.keys, self._least
+        return keys.key(least - 1) if keys is not None and len(keys) >= least else None
+
     def _waits(self, draft: Draft, request: Request, have: int) -> bool:
         """Whether a prompt waits for a state that another one comes by, and stops for.
 
-        Of several the one with the most in common. Who has a state of its own goes on from that. As
-        one that has been stopped for once has a state there, no two stops are near each other.
+        Of several the one that stops last. Who has a state of its own goes on from that.
 
         Args:
             draft: where those are that go on.
             request: the prompt.
             have: its blocks that are cached, with a state behind them.
         """
-        keys, block_size = request.keys, self._pool.block_size
-        if not draft.ahead or keys is None or request.num_computed_tokens:
+        first = self._beginning(request)
+        if first is None or request.num_computed_tokens:
             return False
+        last = self.columns_ahead(request).stop
+        leads = draft.ahead.get(first, ())
+        found = [self._stop(draft, request, one, have, last) for one in leads]
+        stops = [stop for stop in found if stop is not None]
+        if stops and request.keys is not None:
+            index = min(stops) - 1
+            draft.awaited.setdefault(first, {})[request.keys.key(index)] = index
+        return bool(stops)
+
+    def _waits_too(self, draft: Draft, request: Request) -> bool:
+        """Whether another one waits for a state that this one would wait for, too.
+
+        It begins as that one does up to there, and has nothing in the cache behind.
+        """
+        first, keys = self._beginning(request), request.keys
+        awaited = None if first is None else draft.awaited.get(first)
+        if not awaited or keys is None or request.running or request.num_computed_tokens:
+            return False
+        last = self.columns_ahead(request).stop
+        return any(
+            index < last
+            and keys.key(index) == key
+            and (index + 1 == last or self._pool.find(keys.key(index + 1)) is None)
+            for key, index in awaited.items()
+        )
+
+    def _stop(
+        self, draft: Draft, request: Request, lead: Request, have: int, last: int
+    ) -> int | None:
+        """Behind which block `lead` stops for a prompt, where that is worth it; None: nowhere.
+
+        A stop for others is worth it if it spares more tokens than it takes from the lead's step.
+        Otherwise the prompt may go on from an earlier stop, or compute by itself what they share;
+        then others wait for that one, which is to end soon.
+
+        Args:
+            draft: where the lead is.
+            request: the prompt.
+            lead: one that begins as it does.
+            have: blocks of the prompt that are cached, with a state behind them.
+            last: blocks that it may have in common with others.
+        """
+        keys, others, block_size = request.keys, lead.keys, self._pool.block_size
+        assert keys is not None
+        assert others is not None
+        first = max(have, draft.reached(lead) // block_size) + 1
+        last = min(last, len(others))
+        if first > last or keys.key(first - 1) != others.key(first - 1):
+            return None
+        common = _num_common(keys, others, first, last)
+        there = [one // block_size for one in draft.stops[lead]]
+        stop = max([one for one in there if first <= one <= common], default=None)
+        kept = self._kept(draft, keys, min(have, common) or common)
+        start = max(draft.end(lead), (stop or 0) * block_size)
+        cost = min(
+            COST_OF_SHORT_STEP * (-(common * block_size - start) % draft.prompt_budget),
+            len(lead.tokens) - common * block_size,
+        )
+        more = common - max(kept, stop or 0)
+        if more >= self._least and more * block_size > cost:
+            draft.stops[lead] += (common * block_size,)
+            return common
+        return stop if stop is not None and stop - kept >= self._least else None
+
+    def _kept(self, draft: Draft, keys: KeyChain, end: int) -> int:
+        """After how many of the first `end` blocks there is a state that stays, at the latest.
+
+        Those on others' way are gone in the next step, maybe before this one starts. It is not
+        looked for farther back than a stop has to spare.
+        """
         assert self._states is not None
-        last, stays = self.columns_ahead(request).stop, self._states.stays
-        # Those on others' way are gone in the next step, maybe before this one starts.
-        lasting = next((one for one in range(have, 0, -1) if stays(keys.key(one - 1))), 0)
-        first = max(have + 1, lasting + self._least)
-        if first > last:
-            return False
-        probe = keys.key(first - 1)
-        best: tuple[int, Request] | None = None
-        for one in draft.ahead:
-            if one.keys is None or not _has_key(one.keys, first - 1, probe):
-                continue
-            common = _num_common(keys, one.keys, first, min(last, len(one.keys)))
-            comes_by = common * block_size > draft.reached(one, block_size)
-            if comes_by and (best is None or common > best[0]):
-                best = common, one
-        if best is None:
-            return False
-        stop = best[0] * block_size
-        if stop not in draft.stops[best[1]]:
-            draft.stops[best[1]] += (stop,)
-        return True
+        back = max(self._least, draft.prompt_budget // self._pool.block_size + 1)
+        stays = self._states.stays
+        low = max(0, end - back)
+        return next((one for one in range(end, low, -1) if stays(keys.key(one - 1))), low)
 
 
-def _has_key(keys: KeyChain | None, index: int, key: bytes) -> bool:
+def _reads_all(request: Request) -> bool:
+    """Whether a prompt is embedded and has to be computed as a whole: it stops for nobody."""
+    return request.pooler is not None and request.params.skip_reading_prefix_cache
+
+
+def _has_key(keys: KeyChain, index: int, key: bytes | None) -> bool:
     """Whether a chain has this key as number `index`, and so all keys before it in common."""
-    return keys is not None and index < len(keys) and keys.key(index) == key
+    return key is not None and index < len(keys) and keys.key(index) == key
 
 
 def _num_common(keys: KeyChain, others: KeyChain, low: int, high: int) -> int:

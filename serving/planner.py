@@ -25,9 +25,10 @@ The policy:
   keeps all that come after it waiting too.
 * Where a model has states, a prompt stops for a step where its state is worth keeping
   (`Hits.stops`). What is in the cache ends at such a state. A prompt that begins as another one
-  does which is being computed waits for it if that spares it enough (`hits.LEAST_SHARED`), and that
-  one stops where the two part. Nothing links them here, either: whoever comes first in the next
-  plan computes what they have in common, so nobody waits for one that is gone or has passed by.
+  does which is being computed waits for it if that spares it enough (`hits.LEAST_SHARED`), and
+  more than it costs (`hits.COST_OF_SHORT_STEP`), and that one stops where the two part. Nothing
+  links them here, either: whoever comes first in the next plan computes what they have in common,
+  so nobody waits for one that is gone or has passed by.
 * The beams of a search start and yield together: what each of them needs next is known only when
   all have been computed as far.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
@@ -49,7 +50,10 @@ hold none either and began to wait before.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Final
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.states import StatePool
@@ -61,6 +65,10 @@ from onnxport.serving.line import in_line
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 from onnxport.serving.room import NO_ROOM, Room, RoomMaker
+
+# Waiting requests that a plan looks at to let prompts stop for them, though they do not start in
+# it: about as many as the next step or two may reach.
+MOST_FORESEEN: Final = 64
 
 
 class _Lane:
@@ -77,6 +85,12 @@ class _Lane:
     def add(self, request: Request, num_cached: int) -> None:
         self._requests.append(request)
         self.pending += len(request.tokens) - request.num_computed_tokens - num_cached
+
+    def fills(self, draft: Draft) -> bool:
+        """Whether they can use up what is left of the budget, though they end at their stops."""
+        if self.pending < draft.budget:
+            return False
+        return sum(draft.chunk(request) for request in self._requests) >= draft.budget
 
     def next(self) -> Request | None:
         """The next prompt, each once."""
@@ -257,6 +271,7 @@ class Planner:
     ) -> None:
         """Share what is left of the budget between running prompts and waiting ones."""
         draft.claimed = sum(draft.claim(request) for request in prefills)
+        draft.prompt_budget = max(1, draft.budget)
         if only is not None:
             prefills = [request for request in prefills if request in only]
         starting = len(self._queues.waiting) > 0 and not draft.closed and draft.rows > 0
@@ -270,8 +285,8 @@ class Planner:
                     lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
             if starting and draft.budget:
                 self._admit(draft, level, lanes, only, loading)
-            if only is None and self._queues.waiting:
-                self._hits.foresee(draft, self.next_in_line())
+            if only is None:
+                self._foresee(draft, level)
             turns = self._queues.shares_of(level).turns(lanes)
             while draft.budget and (tenant := turns.current()) is not None:
                 taken = self._advance(draft, lanes[tenant], turns.allowance(draft.budget))
@@ -296,7 +311,11 @@ class Planner:
         """
 
         def is_busy(tenant: str) -> bool:
-            return tenant in lanes and lanes[tenant].pending >= draft.budget
+            if tenant not in lanes or not lanes[tenant].fills(draft):
+                return False
+            if only is None:  # where they stop for others, more of these may start
+                self._foresee(draft, level)
+            return lanes[tenant].fills(draft)
 
         for request in in_line(self._queues, level, is_busy):
             if draft.closed or not draft.rows:
@@ -323,6 +342,19 @@ class Planner:
             draft.starting.add(request)
             num_cached = len(shared) * self._pool.block_size
             lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
+
+    def _foresee(self, draft: Draft, level: int) -> None:
+        """Let prompts stop for waiting ones of their priority, or of one before it."""
+        if not draft.ahead or not draft.budget:
+            return
+        if draft.upcoming is None:
+            unseen = (one for one in self.next_in_line() if one not in draft.found)
+            draft.upcoming = deque(islice(unseen, MOST_FORESEEN))
+        seen: list[Request] = []
+        while draft.upcoming and draft.upcoming[0].rank[0] <= level:
+            seen.append(draft.upcoming.popleft())
+        if seen:
+            self._hits.foresee(draft, [one for one in seen if one not in draft.found])
 
     def _advance(self, draft: Draft, lane: _Lane, allowance: int) -> int:
         """Give up to `allowance` tokens to the first prompt that can go on; 0: there is none."""

@@ -121,6 +121,7 @@ class Speculator:
 
     def rests(self) -> bool:
         """See `Guesses.rests`."""
+        self._began_s = None  # of a step with prompts, which nobody tells of
         if self._idle:
             self._idle -= 1
             if self._idle > MOST_PAUSE and not self._idle % MOST_PAUSE:
@@ -193,7 +194,9 @@ class Speculator:
             elapsed_s: of model and sampling. What the engine does besides counts too, from the
                 guesses on, if it was asked for some.
         """
-        if self._began_s is not None:
+        if self._began_s is None:  # it was not
+            self._settle()
+        else:
             elapsed_s = max(elapsed_s, self._clock() - self._began_s)
             self._began_s = None
         drafted = num_tokens - num_rows

@@ -182,7 +182,7 @@ class Machine:
             tokens += right
             again = 1 + right if self.recomputes and right < len(guess) else 0
             one.num_owed_tokens = one.num_owed_tokens + again if again else 0
-        if not rests and asked:
+        if (not rests and asked) or owed:
             self.speculator.note_step(rows, rows + owed + self.lengths[-1], taken_s)
         return tokens
 

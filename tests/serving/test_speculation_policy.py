@@ -551,3 +551,17 @@ def test_counters() -> None:
     assert counters.num_draft_tokens == 10
     assert counters.num_accepted_tokens == 4
     assert counters.accepted_per_position == (2, 1, 1, 0, 0)
+
+
+def test_a_step_that_nobody_was_asked_for_is_charged_besides_the_one_before() -> None:
+    machine = Machine(memory_bound, 0.9, recomputes=True)
+    machine.run(100)
+    speculator = machine.speculator
+    speculator._settle()
+    before_s = speculator._ledger.balance_s
+    for _ in range(2):
+        speculator.rests()
+        speculator.note_step(1, 9, memory_bound(9))
+    speculator._settle()
+    lost_s = before_s - speculator._ledger.balance_s
+    assert lost_s == pytest.approx(2 * (memory_bound(9) - memory_bound(1)), rel=0.2)
