@@ -258,6 +258,8 @@ def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: Special
             *(GRAPH_FILES["gqa"], genai.FILE),
             "ONNX Runtime's GroupQueryAttention has no attention of latents"
             if spec.latent is not None
+            else "ONNX Runtime knows no experts without a gate"
+            if spec.ungated and spec.experts is not None
             else "it knows one size of heads, and keys and values of each layer, and this model's "
             "layers have several, or read those of others",
         )

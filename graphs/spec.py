@@ -313,13 +313,14 @@ class ArchSpec:
             f"mlp_layers are {self.mlp_layers} for {self.num_layers} layers",
         )
         others = {
-            "experts": self.experts,
             "draft": self.draft,
             "parallel_layers": self.parallel_layers,
             "output_norms": self.output_norms,
         }
         found = [other for other, one in others.items() if one]
         require(not found, f"mlp_layers does not go with {' and '.join(found)}")
+        bare = [i for i in range(self.num_layers) if self.experts_of(i) and not self.has_mlp(i)]
+        require(not bare, f"layers {bare} have experts, and by mlp_layers no feed-forward layer")
 
     def _check_heads(self) -> None:
         """Check what goes with layers that differ, and with what they add besides."""
@@ -413,9 +414,15 @@ class ArchSpec:
             f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
             f"one of {GATES}",
         )
-        others = {"experts": self.experts, "draft": self.draft}
-        found = [name for name, one in others.items() if one]
-        require(not (self.ungated and found), f"ungated does not go with {' and '.join(found)}")
+        require(not (self.ungated and self.draft), "ungated does not go with draft")
+        experts = self.experts
+        require(
+            not self.ungated
+            or experts is None
+            or (self.hidden_act == "relu2" and not experts.biased and not experts.apart),
+            f"experts without a gate have the activation relu2, no biases, and the norm of a "
+            f"shared layer beside them: hidden_act is {self.hidden_act!r}, experts are {experts}",
+        )
         require(
             not (self.head_bias and (self.tie_word_embeddings or self.draft)),
             "head_bias needs a head of a model's own; embeddings have no bias",
@@ -496,7 +503,8 @@ class ArchSpec:
     @property
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
-        return self.latent is None and not self.has_mixed_layers
+        ungated_experts = bool(self.ungated) and self.experts is not None
+        return self.latent is None and not self.has_mixed_layers and not ungated_experts
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads, most often its own."""

@@ -27,6 +27,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.experts import Swiglu
+from onnxport.graphs.inspect import attribute_text
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.chunk_linear import chunk_linear
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, SINKS, flatten_paged
@@ -70,7 +71,7 @@ def lower(
     """
     step = made = int8_experts(artifact, artifact.load_graph("paged"), "float32")
     yield step
-    step = split_experts(step.model, lambda node: not (keep_experts and is_swiglu(node)), made)
+    step = split_experts(step.model, lambda node: not (keep_experts and _is_kept(node)), made)
     yield step
     step = split_matmul(step.model)
     yield step
@@ -85,6 +86,11 @@ def lower(
         step = chunk_linear(step.model, takes_tile=True)
         yield step
     yield flatten_paged(step.model)
+
+
+def _is_kept(node: onnx.NodeProto) -> bool:
+    """Whether `convert` knows what experts have between their products."""
+    return is_swiglu(node) and attribute_text(node, "activation_type") == "swiglu"
 
 
 def collect_weights(
