@@ -89,7 +89,8 @@ class _Selection:
         It is several times the work, and to compile such graphs takes minutes.
         """
         here = {name for name, probe in probes.items() if _runs_on_the_processor(probe)}
-        able = {name for name in here if _has_experts(probes[name])}
+        has_gate = not self._artifact.manifest.model.ungated
+        able = {name for name in here if _has_experts(probes[name], has_gate=has_gate)}
         left_out = here - able if able else set()
         for name in sorted(left_out):
             self._refuse(
@@ -205,8 +206,11 @@ def _runs_on_the_processor(probe: Probe) -> bool:
     return not probe.devices or probe.devices[0].kind == "cpu"
 
 
-def _has_experts(probe: Probe) -> bool:
-    return probe.features is not None and probe.features.has_experts
+def _has_experts(probe: Probe, *, has_gate: bool) -> bool:
+    features = probe.features
+    if features is None:
+        return False
+    return features.has_experts if has_gate else features.has_ungated_experts
 
 
 def _lacks(features: Features | None, options: LoadOptions) -> str:

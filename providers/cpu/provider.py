@@ -87,6 +87,7 @@ class CpuProvider:
             dtypes=(COMPUTE_DTYPE,),
             kv_cache_dtypes=supported_dtypes(custom=has_kernel),
             has_experts=True,
+            has_ungated_experts=True,
             has_states=True,
             has_latents=True,
             has_mixed_layers=True,

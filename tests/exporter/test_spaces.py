@@ -319,7 +319,6 @@ def test_blocks_are_layers_in_their_order() -> None:
         (BAMBA, {"attn_rotary_emb": 128}, "attn_rotary_emb is 128, and transformers rotates 64"),
         (BAMBA, {"layer_types": ["full_attention"] * 32}, "which differ"),
         (BAMBA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (NEMOTRON, {"hybrid_override_pattern": PATTERN.replace("-", "E")}, "E have experts"),
         (NEMOTRON, {"hybrid_override_pattern": "-" + PATTERN[1:]}, "is behind an M .* or a \\*"),
         (NEMOTRON, {"hybrid_override_pattern": "M--*" * 14}, "is behind an M .* or a \\*"),
         (NEMOTRON, {"hybrid_override_pattern": "*-" * 28}, "some are M"),

@@ -162,7 +162,8 @@ def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> N
 def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_library() is None or features("cpu").attention == ("custom", "decomposed")
     monkeypatch.setattr(library, "find_library", lambda: None)
-    names = ("has_experts", "has_states", "has_latents", "has_mixed_layers", "tells_states")
+    names = ("has_experts", "has_ungated_experts", "has_states", "has_latents", "has_mixed_layers")
+    names += ("tells_states",)
     able = dict.fromkeys(names, True)
     expected = Features(("decomposed",), ("float32",), ("float32",), **able)
     assert features("cpu") == expected

@@ -29,7 +29,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID, SPACES
+from tests.exporter.checkpoints import HYBRID, SPACES, UNGATED_EXPERTS
 from tests.providers.linear import Stateful
 
 Finder = Callable[[str, str], Path]
@@ -98,10 +98,18 @@ def test_logits_are_the_references(find: Finder, provider: str, case: str) -> No
                 np.testing.assert_allclose(found, logits, atol=1e-4 * logits.std(), rtol=0)
 
 
-@pytest.mark.parametrize(("provider", "case"), [("cuda", "granite-4"), ("migraphx", "nemotron-h")])
+@pytest.mark.parametrize(
+    ("provider", "case"),
+    [
+        ("cuda", "granite-4"),
+        ("migraphx", "nemotron-h"),
+        ("cuda", "nemotron-3"),
+        ("webgpu", "nemotron-3-groups"),
+    ],
+)
 def test_state_spaces(provider: str, case: str, tmp_path: Path) -> None:
     """Which have no delta rule."""
-    peer = checkpoints.make(SPACES[case], tmp_path / "checkpoint")
+    peer = checkpoints.make({**SPACES, **UNGATED_EXPERTS}[case], tmp_path / "checkpoint")
     options = ExportOptions(precision="fp32", threads=1)
     path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
     with loaded(path, provider) as model:

@@ -26,8 +26,8 @@ from tests.providers.conftest import ArtifactMaker
 WEIGHTS = SimpleNamespace(size=1 << 20)
 
 
-def artifact(experts: ExpertsSpec | None) -> Any:
-    model = SimpleNamespace(experts=experts)
+def artifact(experts: ExpertsSpec | None, *, ungated: bool | None = None) -> Any:
+    model = SimpleNamespace(experts=experts, ungated=ungated)
     files = {WEIGHTS_FILE: WEIGHTS}
     manifest = SimpleNamespace(fingerprint="f" * 64, files=files, model=model)
     return SimpleNamespace(path=Path("model"), manifest=manifest)
@@ -198,6 +198,23 @@ def test_of_those_on_a_processor_one_with_experts_is_taken(
     choose(mixed, providers, LoadOptions(), None, machine.clock).close()
     del providers["gpu"]
     choose(mixed, providers, LoadOptions(), None, machine.clock).close()
+    assert providers["a"].loaded
+
+
+def test_experts_without_a_gate_are_something_else(
+    machine: Machine, fake: Maker, said: Callable[[], str]
+) -> None:
+    gated = replace(FEATURES, has_experts=True)
+    providers = {
+        "a": fake(features=gated),
+        "cpu": fake(features=replace(gated, has_ungated_experts=True)),
+    }
+    experts = ExpertsSpec(count=8, per_token=2, size=48, normalized=True)
+    choose(artifact(experts, ungated=True), providers, LoadOptions(), None, machine.clock).close()
+    assert providers["cpu"].loaded
+    assert not providers["a"].loaded
+    assert "provider a was not chosen: it computes all experts for each token, and cpu" in said()
+    choose(artifact(experts), providers, LoadOptions(), None, machine.clock).close()
     assert providers["a"].loaded
 
 

@@ -48,6 +48,7 @@ MADE = (
     ("lfm2-moe", "int4", "custom"),
     ("granite-4", "int4", "custom"),
     ("nemotron-h", "int4", "custom"),
+    ("nemotron-3", "int4", "custom"),
 )
 
 
@@ -60,6 +61,7 @@ def artifact(
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
     folder = tmp_path_factory.mktemp(case)
     known = {**checkpoints.HYBRID, **checkpoints.SPACES, **checkpoints.SHORT_CONV}
+    known |= checkpoints.UNGATED_EXPERTS
     checkpoints.make(known[case], folder / "checkpoint")
     options = export_options(precision)
     return export_model(folder / "checkpoint", folder / "artifact", options), attention
