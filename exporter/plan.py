@@ -42,11 +42,8 @@ FEATURES: Final = "features"
 XIELU: Final = ("alpha_p", "alpha_n", "beta", "eps")
 LAYER_INPUTS: Final = "layer_inputs"
 TABLES: Final = frozenset({EMBEDDING, LAYER_INPUTS})  # whose rows are gathered
-EXPERTS: Final = (
-    ".experts.gate_up",
-    ".experts.up",
-    ".experts.down",
-)  # what roles of experts end in
+# What roles of experts end in.
+EXPERTS: Final = (".experts.gate_up", ".experts.up", ".experts.down")
 
 _Names = tuple[str, ...]
 

@@ -420,8 +420,8 @@ class ArchSpec:
             not self.ungated
             or experts is None
             or (self.hidden_act == "relu2" and not experts.biased and not experts.apart),
-            f"experts without a gate have the activation relu2, no biases, and the norm of a "
-            f"shared layer beside them: hidden_act is {self.hidden_act!r}, experts are {experts}",
+            f"experts without a gate have the activation relu2, no biases, and one norm with a "
+            f"layer beside them: hidden_act is {self.hidden_act!r}, experts are {experts}",
         )
         require(
             not (self.head_bias and (self.tie_word_embeddings or self.draft)),

@@ -133,6 +133,18 @@ def test_16_bits(find: Finder, provider: str) -> None:
             np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std(), rtol=0)
 
 
+def test_experts_without_a_gate_in_16_bits(tmp_path: Path) -> None:
+    checkpoints.make(UNGATED_EXPERTS["nemotron-3"], tmp_path / "checkpoint")
+    options = ExportOptions(precision="int4", threads=1, group_size=32)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    with np.load(path / "golden.npz") as golden:
+        ids, rows, wanted = (golden[key] for key in ("token_ids", "logits_indices", "logits"))
+    with loaded(path, "cuda") as model:
+        assert model.capabilities.compute_dtype == "float16"
+        found = Stateful(model, 1).run({0: ids.tolist()})[0][rows]
+    np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std(), rtol=0)
+
+
 def test_16_bits_of_what_is_stored_in_32_are_refused(find: Finder) -> None:
     path = find("qwen3.5", "fp32")
     with pytest.raises(OptionError, match="stored in float32 and has layers that keep states"):
