@@ -66,7 +66,7 @@ def test_experts_that_no_operator_computes_are_refused(
         ({"mlp_layers": [True, 1, True]}, "an entry that is no bool"),
         ({"ungated": 1}, "ungated"),
         ({"parallel_layers": True}, "mlp_layers does not go with parallel_layers"),
-        ({"output_norms": True}, "does not go with output_norms"),
+        ({"output_norms": True}, "mlp_layers does not go with output_norms"),
         (
             {"ungated": None, "hidden_act": "silu", "parallel_layers": True},
             "mlp_layers does not go with parallel",
