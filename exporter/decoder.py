@@ -308,9 +308,6 @@ class _Decoder:
         It reads x, and experts apart from a shared layer the stream.
         """
         experts, role = self.spec.experts_of(layer), f"layers.{layer}"
-        if self.spec.ungated:
-            up = self.activate(layer, self.linear(f"{role}.up", x))
-            return self.output(f"{role}.down", self.linear(f"{role}.down", up))
         if experts is None:
             return self.output(f"{role}.down", self.dense(role, x))
         if experts.apart:
@@ -320,18 +317,21 @@ class _Decoder:
             added = self.g.node("Add", [added, self.shared(layer, experts, x)], name="added")
         return self.output(f"{role}.down", added)
 
-    def activate(self, layer: int, x: str) -> str:
+    def activate(self, role: str, x: str) -> str:
         """The activation of a feed-forward layer without a gate."""
         g, weights = self.g, self.weights
         if self.spec.hidden_act != "xielu":
             return _ACTIVATIONS[self.spec.hidden_act](g, x)
-        stored = (weights.vectors[f"layers.{layer}.{name}"] for name in XIELU)
+        stored = (weights.vectors[f"{role}.{name}"] for name in XIELU)
         numbers = ops.Xielu(*(g.weight(one.view(one.name, ())) for one in stored))
         return ops.xielu(g, x, numbers, activation_dtype(weights))
 
     def dense(self, role: str, x: str) -> str:
-        """One feed-forward layer with a gate."""
+        """One feed-forward layer, with a gate or without."""
         g = self.g
+        if self.spec.ungated:
+            up = self.activate(role, self.linear(f"{role}.up", x))
+            return self.linear(f"{role}.down", up)
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
         gated = g.node("Mul", [_ACTIVATIONS[self.spec.hidden_act](g, gate), up], name="gated")
@@ -371,7 +371,8 @@ class _Decoder:
         correction = ""
         if experts.corrected:
             correction = g.weight(self.weights.vectors[f"layers.{layer}.correction"])
-        gate_up = matrices[f"layers.{layer}.experts.gate_up"]
+        first_role = "up" if self.spec.ungated else "gate_up"
+        gate_up = matrices[f"layers.{layer}.experts.{first_role}"]
         down = matrices[f"layers.{layer}.experts.down"]
         assert gate_up.block == down.block
         first, second = (_of_experts(g, matrix, experts.count) for matrix in (gate_up, down))
@@ -408,6 +409,7 @@ class _Decoder:
                 up_offset=offset,
                 limit=experts.limit,
                 is_gelu=self.spec.has_gelu_experts,
+                is_relu2=bool(self.spec.ungated),
             ),
             dtype=activation_dtype(self.weights),
             flatten=len(self.leading) > 1,

@@ -9,11 +9,11 @@ has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba,
 dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
 conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. A draft
 head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms
-may have biases, `final_norm_bias` and so on. A feed-forward layer without a gate has `up` for
-`gate_up`, and `alpha_p`, `alpha_n`, `beta` and `eps` of an xIELU. Where layers are told something
-of each token, there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer
-`input_gate`, `input_out` and `input_out_norm`; and `scale` where the stream behind it is times a
-number. Experts apart from a shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and
+may have biases, `final_norm_bias` and so on. What has no gate, experts too, has `up` for `gate_up`;
+of an xIELU there are `alpha_p`, `alpha_n`, `beta` and `eps`. Where layers are told something of
+each token, there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer `input_gate`,
+`input_out` and `input_out_norm`; and `scale` where the stream behind it is times a number. Experts
+apart from a shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and
 `shared_out_norm`.
 """
 
@@ -42,7 +42,8 @@ FEATURES: Final = "features"
 XIELU: Final = ("alpha_p", "alpha_n", "beta", "eps")
 LAYER_INPUTS: Final = "layer_inputs"
 TABLES: Final = frozenset({EMBEDDING, LAYER_INPUTS})  # whose rows are gathered
-EXPERTS: Final = (".experts.gate_up", ".experts.down")  # what roles of experts end in
+# What roles of experts end in.
+EXPERTS: Final = (".experts.gate_up", ".experts.up", ".experts.down")
 
 _Names = tuple[str, ...]
 
@@ -184,19 +185,17 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             tensor = prefix + names.layer_input_norm
             norm = _norm(names, tensor, spec.hidden_size, spec.residual_scale)
             vectors[role + "input_out_norm"] = norm
-        if spec.ungated and spec.has_mlp(layer):
+        if experts is None and spec.has_mlp(layer):
             vectors.update(_activation_vectors(spec, names, role, behind))
-            matrices.update(_ungated(spec, names, role, behind))
-        elif experts is None and spec.has_mlp(layer):
-            parts = (names.gate_up, names.down)
+            parts = ((names.up,) if spec.ungated else names.gate_up, names.down)
             matrices.update(_feed_forward(spec, role, behind, parts, spec.inner_size(layer)))
         if experts is not None:
-            matrices.update(_expert_matrices(spec, experts, names, role, prefix))
+            matrices.update(_expert_matrices(spec, experts, names, role, behind))
             if experts.apart:
-                vectors.update(_norms_of_experts(spec.hidden_size, names, role, prefix))
+                vectors.update(_norms_of_experts(spec.hidden_size, names, role, behind))
             if experts.corrected:
                 dims = (*names.correction_axes, experts.count)
-                tensor = prefix + names.correction
+                tensor = behind + names.correction
                 vectors[role + "correction"] = VectorPlan(tensor, dims, is_exact=True)
     return WeightPlan(matrices, vectors, frozenset(left))
 
@@ -264,16 +263,6 @@ def _activation_vectors(
     shapes: Mapping[str, tuple[int, ...]] = {"beta": (), "eps": ()}  # alphas are [1]
     return {
         role + one: VectorPlan(start + one, shapes.get(one, (1,)), is_exact=True) for one in XIELU
-    }
-
-
-def _ungated(spec: ArchSpec, names: TensorNames, role: str, prefix: str) -> dict[str, MatrixPlan]:
-    """Up and down of a feed-forward layer without a gate."""
-    hidden, size, biased = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-    down = _stacked(prefix, names.down, (hidden,), size, biased=biased)
-    return {
-        role + "up": _stacked(prefix, (names.up,), (size,), hidden, biased=biased),
-        role + "down": replace(down, scale=spec.output_scale),
     }
 
 
@@ -587,15 +576,17 @@ def _expert_matrices(
 ) -> dict[str, MatrixPlan]:
     """The router, and of all experts the joined gate and up, and down, one below the other.
 
-    Behind them what all tokens share.
+    Without a gate the first is up alone. Behind them what all tokens share.
     """
     hidden, inner, count = spec.hidden_size, experts.size, experts.count
     whole = math.gcd(hidden, inner, *names.expert_blocks)
+    first_role, features = ("up", inner) if spec.ungated else ("gate_up", 2 * inner)
+    is_whole = bool(spec.ungated) or names.experts_in_turns
     gate_up = _expert_parts(
         prefix,
         names.expert_gate_up,
-        (count, 2 * inner, hidden),
-        halves=1 if names.experts_in_turns else 2,
+        (count, features, hidden),
+        halves=1 if is_whole else 2,
         transposed=names.experts_transposed,
     )
     down = _expert_parts(
@@ -607,18 +598,18 @@ def _expert_matrices(
     )
     router = _stacked(prefix, (names.router,), (count,), hidden, biased=bool(experts.biased))
     biases = (
-        (prefix + names.expert_gate_up_bias, (count, 2 * inner)),
+        (prefix + names.expert_gate_up_bias, (count, features)),
         (prefix + names.expert_down_bias, (count, hidden)),
     )
     first, second = ((one,) if experts.biased else () for one in biases)
     scale = spec.output_scale * (1.0 if experts.scale is None else experts.scale)
     found = {
         role + "router": replace(router, is_exact=True),
-        role + "experts.gate_up": MatrixPlan(
+        f"{role}experts.{first_role}": MatrixPlan(
             gate_up,
             hidden,
             first,
-            interleaved=not names.experts_in_turns,
+            interleaved=not is_whole,
             in_turns=names.experts_in_turns,
             whole_blocks=whole,
             by_rows=True,

@@ -219,10 +219,7 @@ def _feed_forward(
     It reads x, and experts apart from a shared layer the stream, `hidden`.
     """
     experts, prefix = spec.experts_of(layer), f"layers.{layer}."
-    if spec.ungated:
-        up = _activated(spec, prefix, weights, weights.linear(prefix + "up", x))
-        output = weights.linear(prefix + "down", up)
-    elif experts is None:
+    if experts is None:
         output = _dense(spec, prefix, weights, x)
     elif experts.apart:
         assert hidden is not None
@@ -259,16 +256,23 @@ def _of_experts(
     logits = weights.linear(prefix + "router", routed)
     correction = weights.vector(prefix + "correction") if experts.corrected else None
     parts = _routing(experts, logits, correction)
-    joined = weights.linear(prefix + "experts.gate_up", x)
-    halves = joined.reshape(len(x), experts.count, 2, experts.size)
-    gate, up = halves[:, :, 0], halves[:, :, 1]
-    is_gelu = spec.hidden_act == "gelu_tanh"
-    gated = ACTIVATIONS["gelu_tanh"](gate) * up if is_gelu else _gated(experts, gate, up)
+    if spec.ungated:
+        up = weights.linear(prefix + "experts.up", x).reshape(len(x), experts.count, experts.size)
+        gated = ACTIVATIONS[spec.hidden_act](up)
+    else:
+        joined = weights.linear(prefix + "experts.gate_up", x)
+        halves = joined.reshape(len(x), experts.count, 2, experts.size)
+        gate, up = halves[:, :, 0], halves[:, :, 1]
+        is_gelu = spec.hidden_act == "gelu_tanh"
+        gated = ACTIVATIONS["gelu_tanh"](gate) * up if is_gelu else _gated(experts, gate, up)
     return weights.sum_of_experts(prefix + "experts.down", gated * parts[..., None], parts)
 
 
 def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
-    """One feed-forward layer with a gate; [num_tokens, hidden]."""
+    """One feed-forward layer, with a gate or without; [num_tokens, hidden]."""
+    if spec.ungated:
+        activated = _activated(spec, prefix, weights, weights.linear(prefix + "up", x))
+        return weights.linear(prefix + "down", activated)
     gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
     return weights.linear(prefix + "down", ACTIVATIONS[spec.hidden_act](gate) * up)
 

@@ -23,6 +23,7 @@ from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.inspect import attribute_float, attribute_text
 
 GELU: Final = "gelu"  # activation_type
+RELU2: Final = "relu2"  # likewise, of experts without a gate
 FP4: Final = "fp4"  # QMoE's quant_type where it is given; without, quantized to integers
 GLOBAL_SCALES: Final = (15, 16)  # QMoE's inputs with a number for each expert, of MXFP4 alone
 
@@ -36,17 +37,17 @@ class ExpertWeights:
     """Value names of the weights of all experts, and how they are quantized.
 
     Of each expert `gate_up` has twice as many rows as it has features between its products: gate's
-    and up's take turns, and so they do in its bias. Quantized weights are uint8 [experts, rows,
-    columns * bits / 8] in the format of `matmul_nbits`, with scales [experts, rows, columns /
-    block_size].
+    and up's take turns, and so they do in its bias. Without a gate it is up. Quantized weights are
+    uint8 [experts, rows, columns * bits / 8] in the format of `matmul_nbits`, with scales [experts,
+    rows, columns / block_size].
     """
 
     count: int
-    gate_up: str  # [experts, 2 * size, hidden]
+    gate_up: str  # [experts, 2 * size, hidden], or [experts, size, hidden] without a gate
     down: str  # [experts, hidden, size]
     gate_up_scales: str = ""
     down_scales: str = ""
-    gate_up_bias: str = ""  # [experts, 2 * size], of x's type; omitted where down's is
+    gate_up_bias: str = ""  # [experts, its rows], of x's type; omitted where down's is
     down_bias: str = ""  # [experts, hidden]
     bits: int | None = None  # 4 or 8; None: weights are of x's type, without scales
     block_size: int | None = None  # what divides both numbers of columns
@@ -58,20 +59,30 @@ class Swiglu:
     """What an expert has between its products, see `graphs.experts_spec.ExpertsSpec`.
 
     `g * sigmoid(alpha * g) * (u + up_offset)` of `g = min(gate, limit)` and
-    `u = min(max(up, -limit), limit)`; or, without these, `gelu_tanh(gate) * up`.
+    `u = min(max(up, -limit), limit)`; or, without these, `gelu_tanh(gate) * up`, or of up alone
+    the square of its ReLU.
     """
 
     alpha: float = 1.0
     up_offset: float = 0.0
     limit: float | None = None  # None: there is none
     is_gelu: bool = False  # see `ops.gelu_tanh`
+    is_relu2: bool = False  # there is no gate, see `ops.relu_squared`
+
+    @property
+    def parts(self) -> int:
+        """Rows of the first product that make a feature."""
+        return 1 if self.is_relu2 else 2
 
     def attributes(self) -> dict[str, Any]:
         """Those of `MoE` and `QMoE`, where gate and up take turns.
 
         ONNX Runtime's operators have no gated GELU, and refuse rows that do not fit one that is not
-        gated. So a graph that has one needs our own, or `split_experts`.
+        gated; nor do they know a ReLU's square, which they refuse by its name. So a graph that has
+        one of these needs our own, or `split_experts`.
         """
+        if self.is_relu2:
+            return {"activation_type": RELU2}
         if self.is_gelu:
             return {"activation_type": GELU, "swiglu_fusion": 1}
         return {
@@ -86,8 +97,9 @@ class Swiglu:
     def of(cls, node: onnx.NodeProto) -> Swiglu:
         """What a `MoE` or `QMoE` has."""
         limit = attribute_float(node, "swiglu_limit", math.inf)
-        if attribute_text(node, "activation_type") == GELU:
-            return cls(is_gelu=True)
+        kind = attribute_text(node, "activation_type")
+        if kind in (GELU, RELU2):
+            return cls(is_gelu=kind == GELU, is_relu2=kind == RELU2)
         return cls(
             alpha=attribute_float(node, "activation_alpha", 1.0),
             up_offset=attribute_float(node, "activation_beta", 0.0),
@@ -124,7 +136,7 @@ def expert_layer(
     accuracy_level: int | None = None,
     name: str = "experts",
 ) -> str:
-    """`sum over chosen e of weight[e] * down[e](swiglu(gate[e](x), up[e](x)))`.
+    """`sum over chosen e of weight[e] * down[e](swiglu(gate[e](x), up[e](x)))`, or without a gate.
 
     Args:
         g: The builder.

@@ -27,7 +27,7 @@ class ExpertsSpec:
     their scores. Experts may be in groups, and a token goes to none but those of a few groups: the
     ones whose `group_best` largest scores add up to most. There may be a feed-forward layer beside
     the experts that each token is given to, the shared one; what is said of biases and activations
-    is not said of that.
+    is not said of that. In a model whose feed-forward layers have no gate, experts have none.
 
     Raises ValueError when sizes contradict each other.
     """

@@ -313,13 +313,14 @@ class ArchSpec:
             f"mlp_layers are {self.mlp_layers} for {self.num_layers} layers",
         )
         others = {
-            "experts": self.experts,
             "draft": self.draft,
             "parallel_layers": self.parallel_layers,
             "output_norms": self.output_norms,
         }
         found = [other for other, one in others.items() if one]
         require(not found, f"mlp_layers does not go with {' and '.join(found)}")
+        bare = [i for i in range(self.num_layers) if self.experts_of(i) and not self.has_mlp(i)]
+        require(not bare, f"layers {bare} have experts, and by mlp_layers no feed-forward layer")
 
     def _check_heads(self) -> None:
         """Check what goes with layers that differ, and with what they add besides."""
@@ -417,9 +418,15 @@ class ArchSpec:
             f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
             f"one of {GATES}",
         )
-        others = {"experts": self.experts, "draft": self.draft}
-        found = [name for name, one in others.items() if one]
-        require(not (self.ungated and found), f"ungated does not go with {' and '.join(found)}")
+        require(not (self.ungated and self.draft), "ungated does not go with draft")
+        experts = self.experts
+        require(
+            not self.ungated
+            or experts is None
+            or (self.hidden_act == "relu2" and not experts.biased and not experts.apart),
+            f"experts without a gate have the activation relu2, no biases, and one norm with a "
+            f"layer beside them: hidden_act is {self.hidden_act!r}, experts are {experts}",
+        )
         require(
             not (self.head_bias and (self.tie_word_embeddings or self.draft)),
             "head_bias needs a head of a model's own; embeddings have no bias",
@@ -500,12 +507,18 @@ class ArchSpec:
     @property
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
-        return self.latent is None and not self.has_mixed_layers and not self.has_gelu_experts
+        lacks = self.has_mixed_layers or self.has_gelu_experts or self.has_ungated_experts
+        return self.latent is None and not lacks
 
     @property
     def has_gelu_experts(self) -> bool:
         """Whether experts have a GELU, which ONNX Runtime's operators lack: `experts.Swiglu`."""
         return self.experts is not None and self.hidden_act == "gelu_tanh"
+
+    @property
+    def has_ungated_experts(self) -> bool:
+        """Whether experts have no gate, which ONNX Runtime's operators lack, too."""
+        return self.experts is not None and bool(self.ungated)
 
     def kv_source(self, layer: int) -> int:
         """The layer whose keys and values a layer reads, most often its own."""

@@ -49,7 +49,7 @@ class Features:
     # matmul_accuracy_level -> the type that all activations have then; others leave it open.
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
-    has_gelu_experts: bool = False  # likewise those whose gate is a GELU
+    has_other_experts: bool = False  # likewise those with a GELU, or without a gate
     has_states: bool = False  # layers of linear attention run, which keep states of sequences
     has_latents: bool = False  # multi-head latent attention is computed
     # Layers may have other heads than others, and read their keys and values.

@@ -89,8 +89,8 @@ class _Selection:
         It is several times the work, and to compile such graphs takes minutes.
         """
         here = {name for name, probe in probes.items() if _runs_on_the_processor(probe)}
-        gelu = self._artifact.manifest.model.hidden_act != "silu"
-        able = {name for name in here if _has_experts(probes[name], gelu=gelu)}
+        others = self._artifact.manifest.model.hidden_act != "silu"
+        able = {name for name in here if _has_experts(probes[name], others=others)}
         left_out = here - able if able else set()
         for name in sorted(left_out):
             self._refuse(
@@ -206,9 +206,9 @@ def _runs_on_the_processor(probe: Probe) -> bool:
     return not probe.devices or probe.devices[0].kind == "cpu"
 
 
-def _has_experts(probe: Probe, *, gelu: bool) -> bool:
+def _has_experts(probe: Probe, *, others: bool) -> bool:
     able = probe.features
-    return able is not None and (able.has_gelu_experts if gelu else able.has_experts)
+    return able is not None and (able.has_other_experts if others else able.has_experts)
 
 
 def _lacks(features: Features | None, options: LoadOptions) -> str:

@@ -1,7 +1,7 @@
-"""Nemotron-H: blocks of one part each, state spaces, attention or layers of ReLU's square.
+"""Nemotron-H: blocks of one part each, state spaces, attention, layers of ReLU's square or experts.
 
-A state space, or attention, and the feed-forward block behind it are one layer here, which gives
-the same: each block adds to the residual stream what it makes of a norm of it.
+A state space, or attention, and the feed-forward block or the experts behind it are one layer
+here, which gives the same: each block adds to the residual stream what it makes of a norm of it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any, Final, TypeVar
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.expertsconfig import corrected_experts
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.spaceconfig import check_limits, check_plain, space_spec
+from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.spec import ArchSpec
 
 T = TypeVar("T")
@@ -27,12 +29,16 @@ _KINDS: Final = {
     "mlp": _MLP,
     "moe": _EXPERTS,
 }
-# Keys of experts, which no block has, of tokens behind the next one, and of training. Steps have no
+# Keys of experts, where no block has some.
+_OF_EXPERTS: Final = (
+    *("n_routed_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size"),
+    *("num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
+)
+# Keys of tokens behind the next one, of training, and of when a device computes what. Steps have no
 # limits but `time_step_limit`: by the others weights are made before training.
 _UNUSED: Final = (
-    *("n_routed_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size"),
-    *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap"),
-    *("num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
+    "moe_shared_expert_overlap",
     *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     *("time_step_min", "time_step_max", "time_step_floor", "hidden_dropout"),
     *("rescale_prenorm_residual", "num_logits_to_keep"),
@@ -52,7 +58,7 @@ _SAID: Final = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "hidden_a
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Nemotron-H without experts; attention sees no positions but through state spaces."""
+    """Nemotron-H; attention sees no positions but through state spaces."""
     layers = _layers(config)
     for key, allowed in _SAID.items():
         if (found := config.get(key, str, allowed)) != allowed:
@@ -86,6 +92,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     check_plain(config, "mamba_proj_bias")
     check_limits(config, "mamba_dt_limit")
     spaces = tuple(mixer == _SPACE for mixer, _ in layers)
+    has_experts = tuple(behind == _EXPERTS for _, behind in layers)
     fields = {
         "heads": config.get("mamba_num_heads", int, 128),
         "head_size": config.get("mamba_head_dim", int, 64),
@@ -94,7 +101,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         "kernel": _by_either_name(config, "conv_kernel", int, 4),
         "conv_bias": _by_either_name(config, "use_conv_bias", bool, True),
     }
-    has_mlp = tuple(mlp for _, mlp in layers)
+    has_mlp = tuple(behind is not None for _, behind in layers)
     return replace(
         spec,
         linear=space_spec(config, spaces, fields),
@@ -102,6 +109,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         hidden_act="relu2",
         ungated=True,
         mlp_layers=None if all(has_mlp) else has_mlp,
+        experts=_experts(config, has_experts),
     )
 
 
@@ -117,28 +125,51 @@ def _by_either_name(config: Config, key: str, kind: type[T], default: T) -> T:
     return older
 
 
-def _layers(config: Config) -> list[tuple[str, bool]]:
-    """Of each layer what mixes positions, and whether a feed-forward block is behind it."""
-    blocks = _blocks(config)
-    if _EXPERTS in blocks:
+def _experts(config: Config, layers: tuple[bool, ...]) -> ExpertsSpec | None:
+    """The experts of some layers, with transformers' defaults; None: no layer has some."""
+    if not any(layers):
+        config.ignore(*_OF_EXPERTS)
+        return None
+    latent = config.get("moe_latent_size", int, None)
+    if latent is not None:
         raise UnsupportedModelError(
-            f"{config.path}: the blocks are {blocks}, of which E have experts; supported are M (a "
-            "state space), * (attention) and - (a feed-forward layer)."
+            f"{config.path}: moe_latent_size is {latent}, so that experts read a projection of the "
+            "stream; supported is null, as in Nemotron 3 Nano."
         )
+    shared = config.get("n_shared_experts", int, 1)
+    if shared != 1:
+        raise UnsupportedModelError(
+            f"{config.path}: n_shared_experts is {shared}; supported is 1, which transformers "
+            "computes whatever the file says."
+        )
+    experts = corrected_experts(
+        config, count=8, per_token=2, normalized=True, shared=1, size=7688, layers=layers
+    )
+    size = config.get("moe_shared_expert_intermediate_size", int, 7688)
+    if size < 1:
+        raise CheckpointError(
+            f"{config.path}: moe_shared_expert_intermediate_size is {size}; it must be above 0."
+        )
+    return replace(experts, shared_size=size)
+
+
+def _layers(config: Config) -> list[tuple[str, str | None]]:
+    """Of each layer what mixes positions, and what of feed-forward or experts is behind it."""
+    blocks = _blocks(config)
     if _SPACE not in blocks:
         raise UnsupportedModelError(
             f"{config.path}: the blocks are {blocks}; supported is that some are M (state spaces)."
         )
-    layers: list[tuple[str, bool]] = []
+    layers: list[tuple[str, str | None]] = []
     for block in blocks:
-        if block != _MLP:
-            layers.append((block, False))
-        elif layers and not layers[-1][1]:
-            layers[-1] = (layers[-1][0], True)
+        if block not in (_MLP, _EXPERTS):
+            layers.append((block, None))
+        elif layers and layers[-1][1] is None:
+            layers[-1] = (layers[-1][0], block)
         else:
             raise UnsupportedModelError(
                 f"{config.path}: the blocks are {blocks}; supported is that each - (a feed-forward "
-                "layer) is behind an M (a state space) or a * (attention)."
+                "layer) and each E (experts) is behind an M (a state space) or a * (attention)."
             )
     return layers
 
@@ -179,6 +210,12 @@ _TENSORS: Final = TensorNames(
     o=("mixer.o_proj",),
     up="mixer.up_proj",
     down=("mixer.down_proj",),
+    router="mixer.gate",
+    expert_gate_up=("mixer.experts.{}.up_proj",),
+    expert_down=("mixer.experts.{}.down_proj",),
+    correction="mixer.gate.e_score_correction_bias",
+    shared_gate_up=("mixer.shared_experts.up_proj",),
+    shared_down=("mixer.shared_experts.down_proj",),
     space_in="mixer.in_proj",
     space_conv="mixer.conv1d.weight",
     space_conv_bias="mixer.conv1d.bias",

@@ -37,8 +37,9 @@ def float_expert_weights(model: onnx.ModelProto) -> frozenset[str]:
 def use_float_experts(model: onnx.ModelProto) -> PassResult:
     """Replace every MoE that the operator can compute, in a graph whose activations are float32.
 
-    That is: gate and up that take turns; weights that add up to 1; both products' weights, of one
-    floating type, and biases, of both or of none, that are initializers; no third product.
+    That is: gate and up that take turns, or no gate; weights that add up to 1; both products'
+    weights, of one floating type, and biases, of both or of none, that are initializers; no third
+    product.
     """
     copy = copy_model(model)
     tensors = _constants(copy)

@@ -31,8 +31,8 @@ def use_gated_experts(model: onnx.ModelProto) -> PassResult:
     """Replace every QMoE that the operator can compute.
 
     That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256, or MXFP4; gate and up that take
-    turns; weights that add up to 1; weights, float32 scales and, of both products or of none,
-    float32 biases that are initializers; no zero points or third product.
+    turns, or no gate; weights that add up to 1; weights, float32 scales and, of both products or of
+    none, float32 biases that are initializers; no zero points or third product.
 
     Scales of MXFP4 are exponents, which the operator reads as bytes, for its library knows no E8M0.
 
@@ -103,7 +103,7 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
         name=node.name,
         domain=DOMAIN,
         K=gate_up[2] * 8 // bits,
-        inner=gate_up[1] // 2,
+        inner=gate_up[1] // Swiglu.of(node).parts,
         N=down[1],
         num_experts=gate_up[0],
         top_k=attribute_int(node, "k", 1),
@@ -120,7 +120,8 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
 def swiglu_attributes(node: onnx.NodeProto) -> dict[str, float]:
     """What the activation of a `MoE` or `QMoE` differs in from a SiLU, as our operators have it."""
     swiglu, silu = Swiglu.of(node), Swiglu()
-    if swiglu.is_gelu:
-        return {"is_gelu": 1}
+    for name in ("is_gelu", "is_relu2"):
+        if getattr(swiglu, name):
+            return {name: 1}
     found = {name: getattr(swiglu, name) for name in ("alpha", "up_offset", "limit")}
     return {name: value for name, value in found.items() if value != getattr(silu, name)}

@@ -6,7 +6,7 @@ experts for each one that is chosen, but on any device, and with one product for
 all of them:
 
     joined = x gate_up^T + bias, for all experts at once
-    gated  = Where(chosen, swiglu(gate, up) * part, 0)
+    gated  = Where(chosen, swiglu(gate, up) * part, 0), or of up alone without a gate
     y      = sum over experts of gated[expert] down[expert]^T, and of part[expert] bias[expert]
 
 An expert is chosen where fewer than k others have a larger logit, or the same one and a lower
@@ -32,7 +32,7 @@ from onnx import TensorProto
 from onnxport.errors import ArtifactError
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.experts import FP4, GELU, GLOBAL_SCALES, Swiglu
+from onnxport.graphs.experts import FP4, GELU, GLOBAL_SCALES, RELU2, Swiglu
 from onnxport.graphs.inspect import (
     attribute_int,
     attribute_text,
@@ -136,7 +136,7 @@ class _Layer:
     @property
     def size(self) -> int:
         """Features between an expert's two products."""
-        return int(self._weight(0).dims[1]) // 2
+        return int(self._weight(0).dims[1]) // Swiglu.of(self.node).parts
 
     def write(self, g: GraphBuilder) -> None:
         """Make the nodes, and declare weights."""
@@ -146,12 +146,9 @@ class _Layer:
         chosen, parts = self._route(g, logits)
         joined = self._product(g, x, 0, None, "gate_up")
         if biases:
-            bias = self._whole(g, biases[0], "gate_up.bias", [2 * count * size])
+            bias = self._whole(g, biases[0], "gate_up.bias", [math.prod(biases[0].dims)])
             joined = g.node("Add", [joined, bias], name="gate_up.biased")
-        pairs = ops.reshape(g, joined, (0, count * size, 2), "pairs")
-        halves = g.node("Split", [pairs], outputs=2, name="halves", axis=-1, num_outputs=2)
-        gate, up = (ops.reshape(g, half, (0, count, size), "half") for half in halves)
-        gated = self._gated(g, gate, up)
+        gated = self._activated(g, joined)
         weighed = g.node("Mul", [gated, parts], name="parts")
         own = g.node("Where", [chosen, weighed, self._number(g, 0)])
         rows = ops.reshape(g, own, (0, count * size), "own")
@@ -195,9 +192,17 @@ class _Layer:
             parts = ops.cast(g, parts, self.dtype, "narrow")
         return chosen, parts
 
-    def _gated(self, g: GraphBuilder, gate: str, up: str) -> str:
-        """What there is between the products, see `Swiglu`."""
-        swiglu = Swiglu.of(self.node)
+    def _activated(self, g: GraphBuilder, joined: str) -> str:
+        """What there is between the products, [num_tokens, experts, size], see `Swiglu`."""
+        swiglu, count, size = Swiglu.of(self.node), self.count, self.size
+        if swiglu.is_relu2:
+            return ops.relu_squared(g, ops.reshape(g, joined, (0, count, size), "up"))
+        pairs = ops.reshape(g, joined, (0, count * size, 2), "pairs")
+        halves = g.node("Split", [pairs], outputs=2, name="halves", axis=-1, num_outputs=2)
+        gate, up = (ops.reshape(g, half, (0, count, size), "half") for half in halves)
+        return self._gated(g, swiglu, gate, up)
+
+    def _gated(self, g: GraphBuilder, swiglu: Swiglu, gate: str, up: str) -> str:
         if swiglu.is_gelu:
             return g.node("Mul", [ops.gelu_tanh(g, gate), up], name="gated")
         if swiglu.limit is not None:
@@ -282,16 +287,17 @@ def _layer(
 def is_swiglu(node: onnx.NodeProto) -> bool:
     """Whether experts are as the exporter has them: gate and up take turns, no lone bias.
 
-    What there is between the products may be a GELU, see `Swiglu`.
+    What there is between the products may be a GELU, see `Swiglu`; or there is no gate, and it is
+    the square of a ReLU.
     """
     given = {index for index, name in enumerate(node.input) if name}
     needed, biases = set(EXPERTS_INPUTS[node.op_type]), set(BIASES[node.op_type])
     if attribute_text(node, "quant_type") == FP4:
         needed |= set(GLOBAL_SCALES)
+    kind = attribute_text(node, "activation_type"), attribute_int(node, "swiglu_fusion", 0)
     return (
         given in (needed, needed | biases)
-        and attribute_text(node, "activation_type") in ("swiglu", GELU)
-        and attribute_int(node, "swiglu_fusion", 0) == 1
+        and kind in (("swiglu", 1), (GELU, 1), (RELU2, 0))
         and attribute_int(node, "normalize_routing_weights", 0) == 1
     )
 

@@ -87,7 +87,7 @@ class CpuProvider:
             dtypes=(COMPUTE_DTYPE,),
             kv_cache_dtypes=supported_dtypes(custom=has_kernel),
             has_experts=True,
-            has_gelu_experts=True,
+            has_other_experts=True,
             has_states=True,
             has_latents=True,
             has_mixed_layers=True,

@@ -27,6 +27,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.experts import Swiglu
+from onnxport.graphs.inspect import attribute_text
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.chunk_linear import chunk_linear
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, SINKS, flatten_paged
@@ -90,7 +91,7 @@ def lower(
 
 def _is_known(node: onnx.NodeProto) -> bool:
     """Whether `openvino.experts` writes what a layer of experts computes."""
-    return is_swiglu(node) and not Swiglu.of(node).is_gelu
+    return is_swiglu(node) and attribute_text(node, "activation_type") == "swiglu"
 
 
 def collect_weights(

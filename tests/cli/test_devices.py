@@ -107,7 +107,7 @@ def test_the_json_has_it_all(
             "caches_beside": {},
             "level_dtypes": {},
             "has_experts": False,
-            "has_gelu_experts": False,
+            "has_other_experts": False,
             "has_states": False,
             "has_latents": False,
             "has_mixed_layers": False,

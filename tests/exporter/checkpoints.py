@@ -1009,6 +1009,33 @@ _NEMOTRON: Mapping[str, Any] = {
     "time_step_min": 1e-9,  # by which transformers limits steps of prompts, and of nothing else
     "layer_norm_epsilon": 0.05,
 }
+_NEMOTRON_EXPERTS: Mapping[str, Any] = {
+    **_NEMOTRON,
+    "layers_block_type": [_LINEAR, "moe", _LINEAR, _FULL, "moe", _LINEAR, "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 2.5,
+}
+# Experts without a gate, which no graph for onnxruntime-genai has.
+UNGATED_EXPERTS: Mapping[str, Case] = {
+    "nemotron-3": Case("nemotron_h", _NEMOTRON_EXPERTS, torch.bfloat16),
+    "nemotron-3-groups": Case(  # experts beside a feed-forward layer, and in groups
+        "nemotron_h",
+        {
+            **_NEMOTRON_EXPERTS,
+            "layers_block_type": [_FULL, "moe", _LINEAR, "mlp", _LINEAR, "moe", _FULL],
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_bias": True,
+            "moe_shared_expert_intermediate_size": 96,
+        },
+    ),
+}
 # Models with state spaces.
 SPACES: Mapping[str, Case] = {
     "granite-4": Case("granitemoehybrid", _GRANITE_4, torch.bfloat16),

@@ -31,8 +31,8 @@ def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.Inf
     """A session with float32 activations and, in MatMulNBits, float32 arithmetic."""
     model = artifact.load_graph("gqa" if kind == "gqa" else "paged")
     spec = artifact.manifest.model
-    is_gelu = spec.experts is not None and spec.hidden_act == "gelu_tanh"  # not ONNX Runtime's
-    if kind == "split" or (kind == "decomposed" and is_gelu):
+    is_ours = spec.experts is not None and spec.hidden_act != "silu"  # ONNX Runtime has none
+    if kind == "split" or (kind == "decomposed" and is_ours):
         model = split_experts(model).model
     retyped = retype(model, artifact.read_tensor)
     model = set_accuracy(retyped.model, 1).model
@@ -46,7 +46,7 @@ def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.Inf
     )
     if kind == "custom":
         model = use_state_slots(model).model
-        model = use_float_experts(model).model if is_gelu else model
+        model = use_float_experts(model).model if is_ours else model
         options.register_custom_ops_library(str(kernel))
     if retyped.attached:
         values = [ort.OrtValue.ortvalue_from_numpy(value) for value in retyped.attached.values()]

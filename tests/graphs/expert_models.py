@@ -32,6 +32,11 @@ VARIANTS = {
     "limit": (Swiglu(limit=0.75), False),
     "all": (CLAMPED, True),
 }
+# Without a gate, which ONNX Runtime itself does not compute.
+UNGATED = {
+    "relu2": (Swiglu(is_relu2=True), False),
+    "relu2-biased": (Swiglu(is_relu2=True), True),
+}
 Array = NDArray[np.float32]
 Edit = Callable[[onnx.ModelProto], None]  # of a layer's graph, in place
 
@@ -42,11 +47,13 @@ class Layer:
 
     model: onnx.ModelProto
     folder: Path
-    gate_up: Array  # [experts, 2 * size, hidden], gate and up take turns
+    gate_up: (
+        Array  # [experts, 2 * size, hidden], gate and up take turns; or [experts, size, hidden]
+    )
     down: Array  # [experts, hidden, size]
     normalized: bool
     swiglu: Swiglu
-    biases: tuple[Array, Array] | None  # [experts, 2 * size] and [experts, hidden]
+    biases: tuple[Array, Array] | None  # [experts, rows of gate_up] and [experts, hidden]
     sigmoid: bool = False
     correction: Array | None = None  # [experts]
     grouped: bool = False  # two of three pairs are chosen first, by what their scores add up to
@@ -110,11 +117,15 @@ class Layer:
                 joined, added = self.gate_up[expert] @ values, np.float32(0)
                 if self.biases is not None:
                     joined, added = joined + self.biases[0][expert], self.biases[1][expert]
-                made = self.down[expert] @ self._activated(joined[0::2], joined[1::2]) + added
+                made = self.down[expert] @ self._activated(joined) + added
                 rows[row] += scores[expert] / total * made
         return rows
 
-    def _activated(self, gate: Array, up: Array) -> Array:
+    def _activated(self, joined: Array) -> Array:
+        if len(joined) == SIZE:  # without a gate
+            up: Array = np.square(np.maximum(joined, 0)) if self.swiglu.is_relu2 else joined
+            return up
+        gate, up = joined[0::2], joined[1::2]
         if self.swiglu.limit is not None:
             gate = np.minimum(gate, self.swiglu.limit)
             up = np.clip(up, -self.swiglu.limit, self.swiglu.limit)
@@ -139,7 +150,8 @@ def layer(
 
     `bits` may be FP4.
     """
-    swiglu, biased = VARIANTS[variant]
+    swiglu, biased = {**VARIANTS, **UNGATED}[variant]
+    rows = swiglu.parts * SIZE
     random = np.random.default_rng(7)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     g, content, meant, names = GraphBuilder("layer"), bytes(64), [], []
@@ -151,7 +163,7 @@ def layer(
         content += value.tobytes()
         return g.weight(ref)
 
-    for name, shape in (("gate_up", (COUNT, 2 * SIZE, HIDDEN)), ("down", (COUNT, HIDDEN, SIZE))):
+    for name, shape in (("gate_up", (COUNT, rows, HIDDEN)), ("down", (COUNT, HIDDEN, SIZE))):
         if bits is None:
             value = (random.standard_normal(shape) / 8).astype(kind)
             names.append((store(f"{name}.weight", value), ""))
@@ -160,8 +172,8 @@ def layer(
         if bits == FP4:
             blocks = random.integers(0, 256, (*shape[:2], shape[2] // BLOCK, 16), np.uint8)
             exponents = random.integers(120, 124, blocks.shape[:-1], np.uint8)
-            rows = blocks.reshape(-1, *blocks.shape[2:]), exponents.reshape(-1, exponents.shape[2])
-            meant.append(mxfp4.decode(*rows).reshape(shape))
+            flat = blocks.reshape(-1, *blocks.shape[2:]), exponents.reshape(-1, exponents.shape[2])
+            meant.append(mxfp4.decode(*flat).reshape(shape))
             numbers = store(f"{name}.weight", blocks.reshape(*shape[:2], -1))
             powers = exponents.view(ml_dtypes.float8_e8m0fnu)
             names.append((numbers, store(f"{name}.scales", powers)))
@@ -179,7 +191,7 @@ def layer(
     logits = g.input("router", dtype, ["tokens", COUNT])
     biases, stored = [], ["", ""]
     if biased:
-        for place, (name, size) in enumerate((("gate_up", 2 * SIZE), ("down", HIDDEN))):
+        for place, (name, size) in enumerate((("gate_up", rows), ("down", HIDDEN))):
             value = (random.standard_normal((COUNT, size)) / 2).astype(kind)
             stored[place] = store(f"{name}.bias", value)
             biases.append(value.astype(np.float32))

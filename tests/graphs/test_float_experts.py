@@ -18,6 +18,7 @@ from tests.graphs.expert_models import (
     PER_TOKEN,
     SIZE,
     TYPES,
+    UNGATED,
     VARIANTS,
     Edit,
     as_input,
@@ -61,8 +62,17 @@ def test_the_node_with_all_that_there_may_be(tmp_path: Path) -> None:
     assert found == pytest.approx(wanted)
 
 
+def test_the_node_without_a_gate(tmp_path: Path) -> None:
+    node = use_float_experts(
+        layer(tmp_path, None, TYPES["float32"], "relu2").model
+    ).model.graph.node[0]
+    found = {a.name: a.i for a in node.attribute}
+    assert (found["inner"], found["is_relu2"]) == (SIZE, 1)
+    assert not found.keys() & {"is_gelu", "alpha", "up_offset", "limit"}
+
+
 @KERNEL
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *UNGATED])
 @pytest.mark.parametrize("dtype", sorted(TYPES))
 def test_what_it_computes(tmp_path: Path, dtype: str, variant: str) -> None:
     made = layer(tmp_path, None, TYPES[dtype], variant)

@@ -24,6 +24,7 @@ from tests.graphs.expert_models import (
     PER_TOKEN,
     SIZE,
     TYPES,
+    UNGATED,
     VARIANTS,
     Edit,
     as_input,
@@ -75,7 +76,16 @@ def test_the_node_with_all_that_there_may_be(tmp_path: Path) -> None:
     assert {a.name: a.f for a in added} == pytest.approx(wanted)
 
 
-CASES = [("plain", True), ("plain", False), *((name, True) for name in VARIANTS if name != "plain")]
+def test_the_node_without_a_gate(tmp_path: Path) -> None:
+    made = layer(tmp_path, 4, TYPES["float32"], "relu2", level=4)
+    node = use_gated_experts(made.model).model.graph.node[0]
+    found = {a.name: a.i for a in node.attribute}
+    assert (found["inner"], found["is_relu2"]) == (SIZE, 1)
+    assert not found.keys() & {"is_gelu", "alpha", "up_offset", "limit"}
+
+
+OTHERS = [name for name in (*VARIANTS, *UNGATED) if name != "plain"]
+CASES = [("plain", True), ("plain", False), *((name, True) for name in OTHERS)]
 
 
 @KERNEL

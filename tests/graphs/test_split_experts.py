@@ -13,7 +13,7 @@ from onnxport.errors import ArtifactError
 from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.inspect import set_attribute
 from onnxport.graphs.passes.split_experts import split_experts
-from tests.graphs.expert_models import COUNT, TYPES, VARIANTS, inputs, layer
+from tests.graphs.expert_models import COUNT, TYPES, UNGATED, VARIANTS, inputs, layer
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -36,7 +36,7 @@ def test_the_definition_is_computed(
 
 @pytest.mark.parametrize("dtype", sorted(TYPES))
 @pytest.mark.parametrize("bits", [None, 4, 8])
-@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"plain"}))
+@pytest.mark.parametrize("variant", sorted((VARIANTS | UNGATED).keys() - {"plain"}))
 def test_biases_and_other_activations(
     tmp_path: Path, variant: str, bits: int | None, dtype: str
 ) -> None:
@@ -58,6 +58,13 @@ def test_onnx_runtime_computes_the_same(tmp_path: Path, bits: int | None, varian
     np.testing.assert_allclose(
         made.run(split, x, logits), made.run(made.model, x, logits), atol=1e-5
     )
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_onnx_runtime_refuses_experts_without_a_gate(tmp_path: Path, bits: int | None) -> None:
+    made = layer(tmp_path, bits, TYPES["float32"], "relu2")
+    with pytest.raises(Exception, match="relu2"):
+        made.run(made.model, *inputs(5))
 
 
 def test_beyond_the_limit_nothing_changes(tmp_path: Path) -> None:
@@ -132,7 +139,7 @@ def test_graphs_without_experts_stay() -> None:
     ("attribute", "value"),
     [("activation_type", "relu"), ("swiglu_fusion", 2), ("normalize_routing_weights", 0)],
 )
-@pytest.mark.parametrize("variant", ["plain", "all"])
+@pytest.mark.parametrize("variant", ["plain", "all", "relu2"])
 def test_experts_of_another_kind_are_refused(
     tmp_path: Path, variant: str, attribute: str, value: int | str
 ) -> None:

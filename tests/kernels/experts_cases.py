@@ -30,12 +30,15 @@ COUNTS = ((1, 1), (2, 1), (3, 3), (8, 2), (13, 5), (40, 8))
 class Extras:
     """What experts may have that GatedMlp has not."""
 
-    gate_up_bias: Floats | None = None  # [experts, 2 * inner], all of gate first
+    gate_up_bias: Floats | None = (
+        None  # [experts, 2 * inner], all of gate first, or [experts, inner]
+    )
     down_bias: Floats | None = None  # [experts, N]
     alpha: float = 1.0
     up_offset: float = 0.0
     limit: float = np.inf
     is_gelu: bool = False
+    is_relu2: bool = False  # of experts whose gate_up is up alone, see `without_gates`
 
     def replace(self, **changes: object) -> Extras:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -45,7 +48,8 @@ class Extras:
         """Those of the operator."""
         found = {name: getattr(self, name) for name in ("alpha", "up_offset", "limit")}
         found = {name: value for name, value in found.items() if value != getattr(NONE, name)}
-        return found | ({"is_gelu": 1} if self.is_gelu else {})
+        flags = ("is_gelu", "is_relu2")
+        return found | {name: 1 for name in flags if getattr(self, name)}
 
     def bounded(self, joined: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Gate, and what it is multiplied with."""
@@ -130,6 +134,22 @@ def random_case_with_extras(seed: int) -> ExpertsCase:
     )
 
 
+def without_gates(case: ExpertsCase, seed: int | None = None) -> ExpertsCase:
+    """The same experts without the rows of up, and the square of a ReLU; with a seed, biases."""
+    experts = []
+    for expert in case.experts:
+        inner, of = expert.inner, expert.gate_up
+        half = of.replace(quants=of.quants[:inner], scales=of.scales[:inner])
+        experts.append(MlpCase(half, expert.down))
+    extras = NONE.replace(is_relu2=True)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        shapes = ((len(experts), experts[0].down.k), (len(experts), experts[0].down.n))
+        biases = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+        extras = extras.replace(gate_up_bias=biases[0], down_bias=biases[1])
+    return case.replace(experts=experts, extras=extras)
+
+
 def random_extras(seed: int, case: ExpertsCase) -> Extras:
     """Biases as large as what they are added to, and GPT-OSS's activation with a nearer limit."""
     rng = np.random.default_rng(seed)
@@ -171,7 +191,7 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: float | str) -
     first = case.experts[0]
     values = {
         "K": first.gate_up.k,
-        "inner": first.inner,
+        "inner": first.down.k,
         "N": first.down.n,
         "num_experts": len(case.experts),
         "top_k": case.top_k,
@@ -198,7 +218,8 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: float | str) -
         tensors.append(numpy_helper.from_array(by_expert, name))
     for name, bias in biases.items():
         if bias is not None:
-            rows = bias if name == "down_bias" else interleaved(bias.T).T
+            is_whole = name == "down_bias" or case.extras.is_relu2
+            rows = bias if is_whole else interleaved(bias.T).T
             tensors.append(numpy_helper.from_array(np.ascontiguousarray(rows), name))
     shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
     inputs = [
@@ -221,10 +242,14 @@ def joined(case: ExpertsCase) -> tuple[MatMulCase, MatMulCase]:
     gate_up, down = case.experts[0].gate_up, case.experts[0].down
     all_gate_up = [expert.gate_up for expert in case.experts]
     all_down = [expert.down for expert in case.experts]
+
+    def stored(array: NDArray[Any]) -> NDArray[Any]:
+        return array if case.extras.is_relu2 else interleaved(array)
+
     return (
         gate_up.replace(
-            quants=np.concatenate([interleaved(of.quants) for of in all_gate_up]),
-            scales=np.concatenate([interleaved(of.scales) for of in all_gate_up]),
+            quants=np.concatenate([stored(of.quants) for of in all_gate_up]),
+            scales=np.concatenate([stored(of.scales) for of in all_gate_up]),
         ),
         down.replace(
             x=down.x[:0],
@@ -272,7 +297,10 @@ def _apart(library: Path, extras: Extras, number: int, of: MlpCase) -> Floats:
         found: Floats = matmul_cases.session(library, serialized).run(["y"], {"x": case.x})[0]
         return found
 
-    gate, up = extras.bounded(product(of.gate_up, extras.gate_up_bias))
+    joined = product(of.gate_up, extras.gate_up_bias)
+    if extras.is_relu2:
+        return product(of.down.replace(x=np.square(np.maximum(joined, 0))), extras.down_bias)
+    gate, up = extras.bounded(joined)
     alpha = np.float32(extras.alpha)
     assert np.frexp(alpha)[0] == 0.5, "no power of two"
     node = helper.make_node("GatedSilu", ["x"], ["y"], domain="onnxport")
@@ -293,17 +321,25 @@ def definition(case: ExpertsCase) -> NDArray[np.float64]:
         joined = matmul_cases.expected(expert.gate_up.replace(x=case.x))
         if case.extras.gate_up_bias is not None:
             joined = joined + case.extras.gate_up_bias[number]
-        gate, up = case.extras.bounded(joined)
-        with np.errstate(over="ignore"):
-            steep = case.extras.alpha * gate
-            if case.extras.is_gelu:
-                steep = np.sqrt(8 / np.pi) * gate * (1 + 0.044715 * gate**2)
-            activated = gate / (1 + np.exp(-steep)) * up
+        activated = _activated(case.extras, joined)
         made = matmul_cases.expected(expert.down.replace(x=activated.astype(np.float32)))
         if case.extras.down_bias is not None:
             made = made + case.extras.down_bias[number]
         total += np.where(chosen == number, weights, 0).sum(1, keepdims=True) * made
     return total
+
+
+def _activated(extras: Extras, joined: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What there is between the products."""
+    if extras.is_relu2:
+        return np.square(np.maximum(joined, 0))
+    gate, up = extras.bounded(joined)
+    with np.errstate(over="ignore"):
+        steep = extras.alpha * gate
+        if extras.is_gelu:
+            steep = np.sqrt(8 / np.pi) * gate * (1 + 0.044715 * gate**2)
+        activated: NDArray[np.float64] = gate / (1 + np.exp(-steep)) * up
+    return activated
 
 
 def check(case: ExpertsCase, found: Floats) -> None:

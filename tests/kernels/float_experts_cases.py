@@ -35,16 +35,18 @@ class FloatExpertsCase:
 
     x: Floats  # [..., K]
     logits: Floats  # [rows, experts]
-    gate_up: NDArray[Any]  # [experts, 2 * inner, K], a row of gate, then the same one of up
+    # [experts, 2 * inner, K], a row of gate, then the same one of up; or of up alone.
+    gate_up: NDArray[Any]
     down: NDArray[Any]  # [experts, N, inner]
     top_k: int
     normalize: bool = True
-    gate_up_bias: Floats | None = None  # [experts, 2 * inner]
+    gate_up_bias: Floats | None = None  # [experts, 2 * inner], or [experts, inner]
     down_bias: Floats | None = None  # [experts, N]
     alpha: float = 1.0
     up_offset: float = 0.0
     limit: float = np.inf
     is_gelu: bool = False
+    is_relu2: bool = False  # of up alone, see `without_gates`
 
     def replace(self, **changes: object) -> FloatExpertsCase:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -96,6 +98,19 @@ def with_extras(case: FloatExpertsCase, seed: int = 1) -> FloatExpertsCase:
     return case.replace(**biases, alpha=1.702, up_offset=1.0, limit=0.7)
 
 
+def without_gates(case: FloatExpertsCase, seed: int | None = None) -> FloatExpertsCase:
+    """The same experts without the rows of up, and the square of a ReLU; with a seed, biases."""
+    plain = case.replace(
+        gate_up=np.ascontiguousarray(case.gate_up[:, : case.down.shape[2]]),
+        **{"gate_up_bias": None, "down_bias": None, "alpha": 1.0, "up_offset": 0.0},
+        **{"limit": np.inf, "is_gelu": False, "is_relu2": True},
+    )
+    if seed is None:
+        return plain
+    made = with_extras(plain, seed)
+    return plain.replace(gate_up_bias=made.gate_up_bias, down_bias=made.down_bias)
+
+
 def model(case: FloatExpertsCase, constant: bool = True, **attributes: float) -> bytes:
     """A model of the one node; `attributes` replace the node's."""
     num_experts, _, depth = case.gate_up.shape
@@ -111,8 +126,9 @@ def model(case: FloatExpertsCase, constant: bool = True, **attributes: float) ->
     for name, other in (("alpha", 1.0), ("up_offset", 0.0), ("limit", np.inf)):
         if getattr(case, name) != other:
             values.setdefault(name, getattr(case, name))
-    if case.is_gelu:
-        values["is_gelu"] = 1
+    for name in ("is_gelu", "is_relu2"):
+        if getattr(case, name):
+            values[name] = 1
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
     given = {name: getattr(case, name) for name in names if getattr(case, name) is not None}
     places = [name if name in given else "" for name in names]
@@ -166,16 +182,9 @@ def _definition(case: FloatExpertsCase) -> tuple[NDArray[np.float64], NDArray[np
         if case.gate_up_bias is not None:
             joined = joined + case.gate_up_bias[number]
             size = size + np.abs(case.gate_up_bias[number])
-        gate = np.minimum(joined[:, 0::2], case.limit)
-        up = np.clip(joined[:, 1::2], -case.limit, case.limit) + case.up_offset
-        steep = case.alpha * gate
-        if case.is_gelu:
-            steep = np.sqrt(8 / np.pi) * gate * (1 + 0.044715 * gate**2)
-        sigmoid = 1 / (1 + np.exp(-steep))
-        made = (gate * sigmoid * up) @ down.T
-        # No slope of gate * sigmoid(alpha * gate) is above 1.1, and of a GELU none above 1.13.
-        slack = 1.1 * size[:, 0::2] * np.abs(up) + np.abs(gate * sigmoid) * size[:, 1::2]
-        spread = slack @ np.abs(down.T) + np.abs(gate * sigmoid * up) @ np.abs(down.T)
+        activated, slack = _activated(case, joined, size)
+        made = activated @ down.T
+        spread = slack @ np.abs(down.T) + np.abs(activated) @ np.abs(down.T)
         if case.down_bias is not None:
             made = made + case.down_bias[number]
             spread = spread + np.abs(case.down_bias[number])
@@ -183,6 +192,26 @@ def _definition(case: FloatExpertsCase) -> tuple[NDArray[np.float64], NDArray[np
         total += part * made
         magnitude += part * spread
     return total, magnitude
+
+
+def _activated(
+    case: FloatExpertsCase, joined: NDArray[np.float64], size: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What there is between the products, and how far it moves with errors of their inputs.
+
+    No slope of gate * sigmoid(alpha * gate) is above 1.1, and of a GELU none above 1.13; that of a
+    ReLU's square is twice the ReLU.
+    """
+    if case.is_relu2:
+        up = np.maximum(joined, 0)
+        return np.square(up), 2 * up * size
+    gate = np.minimum(joined[:, 0::2], case.limit)
+    up = np.clip(joined[:, 1::2], -case.limit, case.limit) + case.up_offset
+    steep = case.alpha * gate
+    if case.is_gelu:
+        steep = np.sqrt(8 / np.pi) * gate * (1 + 0.044715 * gate**2)
+    curved = gate / (1 + np.exp(-steep))
+    return curved * up, 1.1 * size[:, 0::2] * np.abs(up) + np.abs(curved) * size[:, 1::2]
 
 
 def run_standalone(command: list[str], isa: str, cases: list[FloatExpertsCase]) -> list[Floats]:

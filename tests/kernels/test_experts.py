@@ -75,6 +75,50 @@ def test_a_gelu_in_the_place_of_the_silu(
         assert (found != experts_cases.run(library_path, silu)).any()
 
 
+@pytest.mark.parametrize("first", every(GROUPS, range(GROUPS)))
+def test_random_cases_without_gates(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, first: int
+) -> None:
+    for seed in range(first, NUM_CASES, 2 * GROUPS):
+        case = experts_cases.random_case(seed)
+        case = experts_cases.without_gates(case, seed if seed % 3 else None)
+        for sets in available_sets:
+            use(library, sets)
+            found = experts_cases.run(library_path, case)
+            wanted = experts_cases.expected(library_path, case)
+            assert found.tobytes() == wanted.tobytes(), (seed, sets)
+
+
+@pytest.mark.parametrize("seed", [None, 8])
+def test_it_is_what_it_says_without_gates(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, seed: int | None
+) -> None:
+    case = experts_cases.without_gates(experts_cases.case_with_extras(), seed)
+    for sets in available_sets:
+        use(library, sets)
+        experts_cases.check(case, experts_cases.run(library_path, case))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_without_gates_a_row_is_its_own(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, rows: int
+) -> None:
+    """The same bits alone as in a batch, and beside a row of what is no number."""
+    case = experts_cases.without_gates(small_case(rows), 1)
+    for sets in available_sets:
+        use(library, sets)
+        session = matmul_cases.session(library_path, experts_cases.model(case))
+        plain = session.run(["y"], case.feeds())[0]
+        for row in (0, rows - 1):
+            alone = {"x": case.x[row : row + 1], "logits": case.logits[row : row + 1]}
+            assert session.run(["y"], alone)[0].tobytes() == plain[row].tobytes()
+        x = case.x.copy()
+        x[-1, 50] = np.nan
+        found = session.run(["y"], {"x": x, "logits": case.logits})[0]
+        assert np.isnan(found[-1]).all()
+        assert found[:-1].tobytes() == plain[:-1].tobytes()
+
+
 @pytest.mark.parametrize("name", ["gate_up_bias", "down_bias", "alpha", "up_offset", "limit"])
 def test_each_of_them_tells(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, name: str
@@ -296,6 +340,7 @@ def test_other_ranks(library_path: Path, available_sets: Sets) -> None:
         ({"up_offset": float("inf")}, "up_offset must be finite, found inf"),
         ({"limit": -7.0}, "limit must be positive, found -7"),
         ({"is_gelu": 1, "alpha": 2.0}, "is_gelu excludes alpha, up_offset and limit"),
+        ({"is_relu2": 1}, "gate_up must have 20160 elements, found 40320"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(
@@ -304,6 +349,18 @@ def test_what_it_cannot_compute_is_refused(
     assert available_sets
     serialized = experts_cases.model(small_case(), **attributes)
     with pytest.raises(Exception, match=f"GatedExperts.*{message}"):
+        matmul_cases.session(library_path, serialized)
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"is_gelu": 1}, {"alpha": 2.0}, {"up_offset": 1.0}, {"limit": 2.0}]
+)
+def test_what_gates_have_is_refused_without_them(
+    library_path: Path, available_sets: Sets, attributes: dict[str, float]
+) -> None:
+    assert available_sets
+    serialized = experts_cases.model(experts_cases.without_gates(small_case()), **attributes)
+    with pytest.raises(Exception, match="GatedExperts: is_relu2 excludes is_gelu, alpha"):
         matmul_cases.session(library_path, serialized)
 
 

@@ -81,6 +81,21 @@ def test_a_gelu_in_the_place_of_the_silu(
         assert (np.abs(found - silu) > 1e-3).any()
 
 
+@pytest.mark.parametrize("first", every(GROUPS, range(GROUPS)))
+def test_random_cases_without_gates(
+    library_path: Path, library: ctypes.CDLL, isas: list[str], first: int
+) -> None:
+    for seed in range(first, NUM_CASES, GROUPS):
+        case = float_experts_cases.random_case(seed)
+        case = float_experts_cases.without_gates(case, seed if seed % 2 else None)
+        for isa in isas:
+            assert library.onnxport_cpu_set_isa(isa.encode())
+            found = float_experts_cases.run(library_path, case)
+            float_experts_cases.check(case, found)
+            last = float_experts_cases.run(library_path, case.rows(slice(-1, None)))
+            assert last.tobytes() == found[-1:].tobytes(), (seed, isa)
+
+
 def test_more_rows_than_are_computed_at_once(library_path: Path) -> None:
     case = float_experts_cases.make_case(1, np.float16, (64, 40, 33), 2100, (9, 2))
     found = float_experts_cases.run(library_path, case)
@@ -168,6 +183,7 @@ def test_other_ranks(library_path: Path) -> None:
         ({"up_offset": float("inf")}, "up_offset must be finite, found inf"),
         ({"limit": -7.0}, "limit must be positive, found -7"),
         ({"is_gelu": 1, "alpha": 2.0}, "is_gelu excludes alpha, up_offset and limit"),
+        ({"is_relu2": 1}, "gate_up must have 40320 elements, found 80640"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(
@@ -175,6 +191,19 @@ def test_what_it_cannot_compute_is_refused(
 ) -> None:
     serialized = float_experts_cases.model(small_case(), **attributes)
     with pytest.raises(Exception, match=f"FloatExperts: {message}"):
+        matmul_cases.session(library_path, serialized)
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"is_gelu": 1}, {"alpha": 2.0}, {"up_offset": 1.0}, {"limit": 2.0}]
+)
+def test_what_gates_have_is_refused_without_them(
+    library_path: Path, attributes: dict[str, float]
+) -> None:
+    serialized = float_experts_cases.model(
+        float_experts_cases.without_gates(small_case()), **attributes
+    )
+    with pytest.raises(Exception, match="FloatExperts: is_relu2 excludes is_gelu, alpha"):
         matmul_cases.session(library_path, serialized)
 
 

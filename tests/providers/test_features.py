@@ -165,7 +165,7 @@ def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> N
 def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_library() is None or features("cpu").attention == ("custom", "decomposed")
     monkeypatch.setattr(library, "find_library", lambda: None)
-    names = ("experts", "gelu_experts", "states", "latents", "mixed_layers")
+    names = ("experts", "other_experts", "states", "latents", "mixed_layers")
     able = {f"has_{name}": True for name in names} | {"tells_states": True}
     expected = Features(("decomposed",), ("float32",), ("float32",), **able)
     assert features("cpu") == expected

@@ -26,7 +26,7 @@ from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.pool import plan_pool
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID, SPACES
+from tests.exporter.checkpoints import HYBRID, SPACES, UNGATED_EXPERTS
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.linear import Stateful
 from tests.providers.models import opened
@@ -37,6 +37,7 @@ KINDS: tuple[Attention, ...] = ("custom", "decomposed")
 CASES = (
     *("qwen3.5", "qwen3.5-tied", "qwen3-next", "qwen3-next-dense-layers"),
     *("granite-4", "granite-4-dense", "bamba", "nemotron-h", "nemotron-h-biases"),
+    *UNGATED_EXPERTS,
 )
 
 
@@ -48,7 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Maker:
     def make(case: str, precision: str) -> Made:
         if (case, precision) not in found:
             folder = tmp_path_factory.mktemp(f"{case}-{precision}")
-            model = checkpoints.make({**HYBRID, **SPACES}[case], folder / "checkpoint")
+            known = {**HYBRID, **SPACES, **UNGATED_EXPERTS}
+            model = checkpoints.make(known[case], folder / "checkpoint")
             options = ExportOptions(precision=precision, threads=1, group_size=32)
             path = export_model(folder / "checkpoint", folder / "artifact", options)
             found[case, precision] = path, model
@@ -91,6 +93,8 @@ def test_logits_are_transformers(made: Maker, case: str, attention: Attention) -
         ("qwen3-next", "int4"),
         ("granite-4", "int4"),
         ("nemotron-h", "int4"),
+        ("nemotron-3", "int4"),
+        ("nemotron-3-groups", "fp32"),
         ("granite-4-dense", "fp32"),  # where no rounding to int8 hides a last bit
     ],
 )

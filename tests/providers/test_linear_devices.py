@@ -30,7 +30,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID, SPACES
+from tests.exporter.checkpoints import HYBRID, SPACES, UNGATED_EXPERTS
 from tests.providers.linear import Stateful
 
 Finder = Callable[[str, str], Path]
@@ -99,10 +99,18 @@ def test_logits_are_the_references(find: Finder, provider: str, case: str) -> No
                 np.testing.assert_allclose(found, logits, atol=1e-4 * logits.std(), rtol=0)
 
 
-@pytest.mark.parametrize(("provider", "case"), [("cuda", "granite-4"), ("migraphx", "nemotron-h")])
+@pytest.mark.parametrize(
+    ("provider", "case"),
+    [
+        ("cuda", "granite-4"),
+        ("migraphx", "nemotron-h"),
+        ("cuda", "nemotron-3"),
+        ("webgpu", "nemotron-3-groups"),
+    ],
+)
 def test_state_spaces(provider: str, case: str, tmp_path: Path) -> None:
     """Which have no delta rule."""
-    peer = checkpoints.make(SPACES[case], tmp_path / "checkpoint")
+    peer = checkpoints.make({**SPACES, **UNGATED_EXPERTS}[case], tmp_path / "checkpoint")
     options = ExportOptions(precision="fp32", threads=1)
     path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
     with loaded(path, provider) as model:
@@ -124,6 +132,18 @@ def test_16_bits(find: Finder, provider: str) -> None:
         for ids, found in zip(PROMPTS, in_steps(model, [0, 30, 31]), strict=True):
             wanted = reference.logits(ids)
             np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std(), rtol=0)
+
+
+def test_experts_without_a_gate_in_16_bits(tmp_path: Path) -> None:
+    checkpoints.make(UNGATED_EXPERTS["nemotron-3"], tmp_path / "checkpoint")
+    options = ExportOptions(precision="int4", threads=1, group_size=32)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    with np.load(path / "golden.npz") as golden:
+        ids, rows, wanted = (golden[key] for key in ("token_ids", "logits_indices", "logits"))
+    with loaded(path, "cuda") as model:
+        assert model.capabilities.compute_dtype == "float16"
+        found = Stateful(model, 1).run({0: ids.tolist()})[0][rows]
+    np.testing.assert_allclose(found, wanted, atol=0.1 * wanted.std(), rtol=0)
 
 
 def test_16_bits_of_what_is_stored_in_32_are_refused(find: Finder) -> None:

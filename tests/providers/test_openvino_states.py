@@ -24,7 +24,7 @@ from onnxport.providers.openvino.states import RowStates
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID, SPACES
+from tests.exporter.checkpoints import HYBRID, SPACES, UNGATED_EXPERTS
 from tests.providers.linear import Stateful
 from tests.providers.models import opened
 
@@ -77,9 +77,10 @@ def test_logits_are_the_references(find: Finder, case: str) -> None:
                     np.testing.assert_allclose(found, wanted, atol=1e-4 * wanted.std(), rtol=0)
 
 
-def test_state_spaces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["granite-4", "nemotron-3"])
+def test_state_spaces(case: str, tmp_path: Path) -> None:
     """Which have no delta rule."""
-    peer = checkpoints.make(SPACES["granite-4"], tmp_path / "checkpoint")
+    peer = checkpoints.make({**SPACES, **UNGATED_EXPERTS}[case], tmp_path / "checkpoint")
     options = ExportOptions(precision="fp32", threads=1)
     path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
     with opened(path, None, provider="openvino", state_slots=8, **EXACT) as model:

@@ -180,7 +180,7 @@ def test_of_those_on_a_processor_one_with_experts_is_taken(
 ) -> None:
     """By the gate that they have."""
     silu = replace(FEATURES, has_experts=True)
-    able = silu if hidden_act == "silu" else replace(silu, has_gelu_experts=True)
+    able = silu if hidden_act == "silu" else replace(silu, has_other_experts=True)
     providers = {
         "a": fake(features=FEATURES if hidden_act == "silu" else silu),
         "cpu": fake(features=able, run_s=0.5),

@@ -13,7 +13,7 @@ from onnxport.errors import OptionError
 from onnxport.exporter.export import export_model
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions
-from onnxport.providers.cpu.library import find_library
+from onnxport.providers.cpu.library import find_library, matmul_isa
 from onnxport.serving import loading
 from onnxport.serving.engine import Engine
 from onnxport.serving.prompts import TokensPrompt
@@ -48,6 +48,8 @@ MADE = (
     ("lfm2-moe", "int4", "custom"),
     ("granite-4", "int4", "custom"),
     ("nemotron-h", "int4", "custom"),
+    ("nemotron-3", "int4", "custom"),
+    ("nemotron-3", "fp32", "custom"),
 )
 
 
@@ -60,6 +62,7 @@ def artifact(
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
     folder = tmp_path_factory.mktemp(case)
     known = {**checkpoints.HYBRID, **checkpoints.SPACES, **checkpoints.SHORT_CONV}
+    known |= checkpoints.UNGATED_EXPERTS
     checkpoints.make(known[case], folder / "checkpoint")
     options = export_options(precision)
     return export_model(folder / "checkpoint", folder / "artifact", options), attention
@@ -94,6 +97,19 @@ def expected(artifact: tuple[Path, str]) -> Any:
 @pytest.mark.parametrize("seqs", [3, 12])
 def test_a_batch_in_chunks(artifact: tuple[Path, str], expected: Any, seqs: int) -> None:
     assert answers(artifact, max_num_batched_tokens=24, max_num_seqs=seqs)[0] == expected
+
+
+@pytest.mark.skipif(matmul_isa() is None, reason="no int8 kernels for this processor")
+def test_experts_without_a_gate_in_int8(tmp_path: Path) -> None:
+    """As they are served: a token's bits are those of its own rows."""
+    case = checkpoints.UNGATED_EXPERTS["nemotron-3-groups"]
+    checkpoints.make(case, tmp_path / "checkpoint")
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", export_options("int4"))
+    served: dict[str, Any] = {"matmul_accuracy_level": None}
+    alone = answers((path, "custom"), one_by_one=True, enable_prefix_caching=False, **served)[0]
+    for options in ({"max_num_batched_tokens": 24}, {"kv_cache_tokens": 208}, {"again": True}):
+        assert answers((path, "custom"), **options, **served)[0] == alone
+    assert answers((path, "custom"))[0] != alone, "of the same arithmetic"
 
 
 @pytest.mark.parametrize("errs", [1, 3])

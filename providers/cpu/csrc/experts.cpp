@@ -162,7 +162,7 @@ struct Run {
     down.output = parts + first * down.n;
     if (down.bias) down.bias += number * down.n;
     const float* bias = experts.gate_up_bias;
-    if (bias) bias += number * 2 * expert.inner;
+    if (bias) bias += number * expert.parts() * expert.inner;
     memory.active.push_back({gate_up, Product(kernels, down), bias, first});
   }
 
@@ -248,14 +248,15 @@ void pack_experts_gate_up(const GatedExperts& experts, const uint8_t* quants, co
   const MatMul& m = expert.gate_up;
   const int64_t features = group_features(expert.down.block_size), inner = expert.inner;
   const int64_t groups = ceil_div(inner, features);
-  const int64_t bytes = 2 * features / kPanel * panel_bytes(m);
+  const int64_t parts = expert.parts();
+  const int64_t bytes = parts * features / kPanel * panel_bytes(m);
   const int64_t row_bytes = num_blocks(m) * m.block_size * m.bits / 8;
   // The feature of an expert that a group begins with, and its row among those of all.
   const auto feature = [&](int64_t group) { return group % groups * features; };
-  const auto row = [&](int64_t group) { return 2 * (group / groups * inner + feature(group)); };
+  const auto row = [&](int64_t group) { return parts * (group / groups * inner + feature(group)); };
   in_parts(experts.routing.num_experts * groups, bytes, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; group++)
-      pack_group(expert, quants, scales, {row(group), row(group) + 1, 2},
+      pack_group(expert, quants, scales, {row(group), row(group) + 1, parts},
                  std::min(features, inner - feature(group)),
                  packed + group / groups * packed_bytes(m) + group % groups * bytes);
     forget_file_pages(quants + row(begin) * row_bytes,

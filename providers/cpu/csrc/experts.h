@@ -3,9 +3,9 @@
 //   output = sum over the top_k experts, in order, of weight * down(silu(gate(x)) * up(x))
 //
 // with the bits of GatedMlp for each of them; or with those of products that have biases, and with
-// a Swiglu in place of silu. Each row's experts are its own, so rows are gathered
-// by expert, and each step is done for all experts before the next one: one wait for other threads
-// a step, not one an expert.
+// a Swiglu in place of silu; or, without a gate, of down(relu(up(x))^2). Each row's experts are its
+// own, so rows are gathered by expert, and each step is done for all experts before the next one:
+// one wait for other threads a step, not one an expert.
 #pragma once
 
 #include "mlp.h"
@@ -17,15 +17,15 @@ struct GatedExperts {
   GatedMlp expert;  // any of them, and the call; its weights, and down's bias, are the first one's
   Routing routing;
   const float* logits;  // [rows][num_experts]
-  const float* gate_up_bias = nullptr;  // [num_experts][2][inner], gate's, then up's; null: none
+  const float* gate_up_bias = nullptr;  // [num_experts][parts()][inner], gate's, then up's; null
 };
 
 // Bytes of one expert's packed weights; the next one's lie behind them.
 static inline int64_t packed_bytes(const MatMul& m) { return num_panels(m) * panel_bytes(m); }
 
-// Fills the packed weights of all experts, at a cache line. quants [num_experts][2 * inner][blocks]
-// [block_size * bits / 8] and scales [num_experts][2 * inner][blocks] have a row of gate, then the
-// same one of up. What is packed of a file leaves the process's memory.
+// Fills the packed weights of all experts, at a cache line. quants [num_experts][parts() * inner]
+// [blocks][block_size * bits / 8] and scales [num_experts][parts() * inner][blocks] have a row of
+// gate, then the same one of up. What is packed of a file leaves the process's memory.
 void pack_experts_gate_up(const GatedExperts& experts, const uint8_t* quants, const Scales& scales,
                           uint8_t* packed);
 

@@ -80,21 +80,21 @@ struct Run {
   void activate(int64_t index) const {
     const Piece piece = piece_at<&Active::activate_begin>(index, kFeatures);
     const int64_t count = std::min(kFeatures, experts.inner - piece.first);
-    const int64_t row = 2 * (piece.expert.number * experts.inner + piece.first);  // of the weights
+    const int64_t parts = experts.parts(), width = parts * count;
+    const int64_t row = parts * (piece.expert.number * experts.inner + piece.first);  // of gate_up
     float joined[kTaskRows * 2 * kFeatures];  // gate's number of a feature, then up's
     kernels.multiply_rows({experts.type, weights_at(experts.gate_up, row * experts.depth),
-                           inputs + piece.part, joined, experts.depth, piece.rows, 2 * count,
-                           2 * count});
+                           inputs + piece.part, joined, experts.depth, piece.rows, width, width});
     const float* bias = experts.gate_up_bias ? experts.gate_up_bias + row : nullptr;
     for (int64_t i = 0; i < piece.rows; i++) {
-      const float* pairs = joined + i * 2 * count;
+      const float* made = joined + i * width;
+      const auto number = [&](int64_t j) { return made[j] + (bias ? bias[j] : 0.f); };
       float gate[kFeatures], up[kFeatures];
-      for (int64_t j = 0; j < count; j++) {
-        gate[j] = pairs[2 * j] + (bias ? bias[2 * j] : 0.f);
-        up[j] = pairs[2 * j + 1] + (bias ? bias[2 * j + 1] : 0.f);
-      }
+      for (int64_t j = 0; j < count; j++) gate[j] = number(parts * j);
+      for (int64_t j = 0; j < width - count; j++) up[j] = number(parts * j + 1);
       float* output = activations + (piece.part + i) * experts.inner + piece.first;
-      kernels.gate({gate, up, nullptr, nullptr, output, count, experts.is_gelu, experts.swiglu});
+      kernels.gate({gate, up, nullptr, nullptr, output, count, experts.is_gelu, experts.swiglu,
+                    experts.is_relu2});
     }
   }
 

@@ -10,18 +10,22 @@ namespace onnxport {
 struct FloatExperts {
   CacheType type;           // of the weights, but for kInt8
   int64_t depth, inner, n;  // numbers of a row, between the products, and of an output
-  const void* gate_up;  // [num_experts][2 * inner][depth], a row of gate, then the same one of up
+  // [num_experts][parts * inner][depth], a row of gate, then the same one of up, if there is one.
+  const void* gate_up;
   const void* down;     // [num_experts][n][inner]
-  const float* gate_up_bias;  // [num_experts][2 * inner], likewise; null: none
+  const float* gate_up_bias;  // [num_experts][parts * inner], likewise; null: none
   const float* down_bias;     // [num_experts][n]; null: none
   const Swiglu* swiglu;       // null: a SiLU, or a GELU
-  bool is_gelu;               // see Gate
+  bool is_gelu, is_relu2;     // see Gate
   Routing routing;
 
   int64_t rows;
   const float* input;   // [rows][depth]
   const float* logits;  // [rows][num_experts]
   float* output;        // [rows][n]
+
+  // Rows of gate_up that make a feature.
+  int64_t parts() const { return is_relu2 ? 1 : 2; }
 };
 
 // Computes the output. Returns zero or what parallel_for returned. Throws std::bad_alloc only. The

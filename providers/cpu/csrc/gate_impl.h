@@ -1,4 +1,5 @@
-// The gate of a gated feed-forward layer. Compiled once per instruction set.
+// The gate of a gated feed-forward layer, or the activation of one without. Compiled once per
+// instruction set.
 #pragma once
 
 #include <stdint.h>
@@ -67,13 +68,37 @@ static void gate_row(const Gate& g) {
   memcpy(g.output + i, results, rest);
 }
 
+static inline Vec::T relu2(Vec::T x) {
+  x = at_least(x, Vec::set1(0.f));
+  return Vec::mul(x, x);
+}
+
+template <bool kIsAdded>
+static void relu2_row(const Gate& g) {
+  const auto load = [](const float* x, const float* added, int64_t at) {
+    return kIsAdded ? Vec::add(Vec::load(x + at), Vec::load(added + at)) : Vec::load(x + at);
+  };
+  int64_t i = 0;
+  for (; i + Vec::kWidth <= g.count; i += Vec::kWidth)
+    Vec::store(g.output + i, relu2(load(g.gate, g.gate_added, i)));
+  if (i == g.count) return;
+  float values[2][16] = {}, results[16];
+  const size_t rest = static_cast<size_t>(g.count - i) * sizeof(float);
+  memcpy(values[0], g.gate + i, rest);
+  if (kIsAdded) memcpy(values[1], g.gate_added + i, rest);
+  Vec::store(results, relu2(load(values[0], values[1], 0)));
+  memcpy(g.output + i, results, rest);
+}
+
 template <Curve kCurve>
 static void gate_curve(const Gate& g) {
   g.gate_added ? gate_row<true, kCurve>(g) : gate_row<false, kCurve>(g);
 }
 
 static void gate(const Gate& g) {
-  if (g.is_gelu)
+  if (g.is_relu2)
+    g.gate_added ? relu2_row<true>(g) : relu2_row<false>(g);
+  else if (g.is_gelu)
     gate_curve<Curve::kGelu>(g);
   else
     g.swiglu ? gate_curve<Curve::kSwiglu>(g) : gate_curve<Curve::kSilu>(g);

@@ -121,6 +121,7 @@ struct Gate {
   int64_t count;
   bool is_gelu;                    // GELU as tanh approximates it, else SiLU
   const Swiglu* swiglu = nullptr;  // which takes the SiLU's place; null: it does not
+  bool is_relu2 = false;           // ReLU's square of `gate`, and there is no up
 };
 
 // Products with weights in floats, one row of which is an output's:

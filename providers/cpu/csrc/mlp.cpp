@@ -47,7 +47,9 @@ Activation::Activation(const MatMulKernels& used, const Kernels& used_vectors, c
       inner(mlp.inner),
       features(group_features(second.block_size)),
       groups(ceil_div(inner, features)),
+      parts(mlp.parts()),
       is_gelu(mlp.is_gelu),
+      is_relu2(mlp.is_relu2),
       swiglu(mlp.swiglu) {}
 
 // A group's features of a chunk of rows: all that down needs to know of them.
@@ -55,25 +57,26 @@ bool Activation::run(int64_t index) const {
   const int64_t row_begin = index / groups * kernels.chunk_rows;
   const int64_t row_end = std::min(down.rows, row_begin + kernels.chunk_rows);
   const int64_t first = index % groups * features, count = std::min(features, inner - first);
-  const int64_t panels = ceil_div(count, kPanel), panel = 2 * first / kPanel;
-  const int64_t width = panels * kPanel, stride = 2 * width + kGap;
+  const int64_t panels = ceil_div(count, kPanel), panel = parts * first / kPanel;
+  const int64_t width = panels * kPanel, stride = parts * width + kGap;
   float* outputs;
   try {
     outputs = thread_outputs((row_end - row_begin) * stride);
   } catch (const std::bad_alloc&) {
     return false;
   }
-  kernels.multiply(gate_up, {panel, panel + 2 * panels, row_begin, row_end, outputs, stride});
+  kernels.multiply(gate_up, {panel, panel + parts * panels, row_begin, row_end, outputs, stride});
   if (adapters) adapters->expand(row_begin, row_end, first, count, outputs, width, stride);
   const int64_t block = first / down.block_size;
   const int64_t block_end = block + ceil_div(count, down.block_size);
   for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
     alignas(64) float activated[kLargestBlock];
-    Gate gate{outputs, outputs + width, nullptr, nullptr, activated, count, is_gelu, swiglu};
+    const float* up = is_relu2 ? nullptr : outputs + width;
+    Gate gate{outputs, up, nullptr, nullptr, activated, count, is_gelu, swiglu, is_relu2};
     if (adapters) adapters->connect(gate, row, first);
     if (bias) {
       gate.gate_added = bias + first;
-      gate.up_added = gate.gate_added + inner;
+      if (!is_relu2) gate.up_added = gate.gate_added + inner;
     }
     vectors.gate(gate);
     kernels.quantize(down, activated, row, block, block_end);
@@ -85,7 +88,7 @@ bool Activation::run(int64_t index) const {
 }
 
 void complete(GatedMlp& mlp) {
-  mlp.gate_up.n = 2 * ceil_div(mlp.inner, kPanel) * kPanel;
+  mlp.gate_up.n = mlp.parts() * ceil_div(mlp.inner, kPanel) * kPanel;
   mlp.down.k = mlp.inner;
 }
 
@@ -94,7 +97,9 @@ void pack_group(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales
   MatMul part = mlp.gate_up;
   part.n = count;
   const int64_t blocks = num_blocks(part), row_bytes = blocks * part.block_size * part.bits / 8;
-  for (const int64_t row : {rows.gate, rows.up}) {
+  const int64_t of_parts[] = {rows.gate, rows.up};
+  for (int64_t i = 0; i < mlp.parts(); i++) {
+    const int64_t row = of_parts[i];
     pack_rows(part, quants + row * row_bytes, scales_from(scales, row * blocks), rows.step, packed);
     packed += num_panels(part) * panel_bytes(part);
   }

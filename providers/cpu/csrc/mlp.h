@@ -25,11 +25,15 @@ struct MlpLora {
 
 struct GatedMlp {
   int64_t inner;   // features between the two products
-  MatMul gate_up;  // n: all packed features, a multiple of 2 * kPanel; see pack_gate_up
+  MatMul gate_up;  // n: all packed outputs, a multiple of parts() * kPanel; see pack_gate_up
   MatMul down;     // k is inner
   const MlpLora* lora = nullptr;
   bool is_gelu = false;  // see Gate
   const Swiglu* swiglu = nullptr;  // likewise
+  bool is_relu2 = false;           // likewise, of experts alone: gate_up is up
+
+  // Outputs of gate_up that make a feature.
+  int64_t parts() const { return is_relu2 ? 1 : 2; }
 };
 
 // Sets what follows from the rest: n of gate_up and k of down.

@@ -18,9 +18,11 @@ struct Activation {
   const MatMul &gate_up, &down;
   const MlpAdapters* adapters;  // null: none
   int64_t inner, features, groups;  // features of a group
-  bool is_gelu;
+  int64_t parts;                    // outputs of gate_up that make a feature
+  bool is_gelu, is_relu2;
   const Swiglu* swiglu;
-  const float* bias = nullptr;  // [2][inner], gate's and up's, where there are no adapters; or null
+  // [parts][inner], gate's and up's, where there are no adapters; or null.
+  const float* bias = nullptr;
 
   Activation(const MatMulKernels& kernels, const Kernels& vectors, const GatedMlp& mlp,
              const MatMul& gate_up, const MatMul& down, const MlpAdapters* adapters);
@@ -32,6 +34,7 @@ struct Activation {
 };
 
 // Rows of gate and of up among those that are stored: the first ones, and how far the next are.
+// Without a gate those of up are in its place.
 struct GateUpRows {
   int64_t gate, up, step;
 };

@@ -1,5 +1,5 @@
 // onnxport.GatedExperts: of each row, the sum of GatedMlp of the experts that it is routed to. These
-// may have biases, and another activation than SiLU; and weights that are MXFP4.
+// may have biases, and another activation than SiLU, or no gate; and weights that are MXFP4.
 #include <memory>
 #include <string>
 #include <vector>
@@ -58,6 +58,7 @@ GatedMlp read_expert(const Api& api, const ort::KernelInfo* info) {
   expert.down.n = read_attribute(api, info, "N");
   expert.down.bits = read_attribute(api, info, "down_bits");
   expert.down.block_size = read_attribute(api, info, "down_block_size");
+  expert.is_relu2 = has_flag(api, info, "is_relu2");
   complete(expert);
   return expert;
 }
@@ -94,12 +95,12 @@ void read_biases(const Api& api, const ort::KernelInfo* info, const MatMul& gate
   const float* stored = read_bias(api, info, kName, gate_up, kGateUpBias, "gate_up_bias");
   settings.expert.down.bias = read_bias(api, info, kName, down, kDownBias, "down_bias");
   if (!stored) return;
-  const int64_t inner = settings.expert.inner;
+  const int64_t inner = settings.expert.inner, parts = settings.expert.parts();
   std::vector<float>& bias = kernel.gate_up_bias;
   bias.resize(static_cast<size_t>(gate_up.n));
   for (int64_t i = 0; i < gate_up.n; i++) {  // gate's and up's take turns
-    const int64_t expert = i / (2 * inner), feature = i % (2 * inner) / 2;
-    bias[static_cast<size_t>((2 * expert + i % 2) * inner + feature)] = stored[i];
+    const int64_t expert = i / (parts * inner), feature = i % (parts * inner) / parts;
+    bias[static_cast<size_t>((parts * expert + i % parts) * inner + feature)] = stored[i];
   }
   settings.gate_up_bias = bias.data();
 }
@@ -111,7 +112,7 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   expert.gate_up.is_fp4 = expert.down.is_fp4 = read_is_fp4(api, info, expert, kStored);
   // As the graph has them, without what fills up panels.
   MatMul joined = expert.gate_up, down = expert.down;
-  joined.n = 2 * expert.inner;
+  joined.n = expert.parts() * expert.inner;
   check_product(kName, joined);
   check_product(kName, down);
   joined.n *= experts.routing.num_experts;
@@ -125,6 +126,7 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   kernel->swiglu = read_swiglu(api, info, kName);
   if (!is_silu(kernel->swiglu)) kernel->settings.expert.swiglu = &kernel->swiglu;
   kernel->settings.expert.is_gelu = read_is_gelu(api, info, kName, kernel->swiglu);
+  check_relu2(api, info, kName, kernel->swiglu);
   read_biases(api, info, joined, down, *kernel);
   pack_experts_gate_up(experts, first.quants.as<const uint8_t>(), stored_scales(first, kStored),
                        kernel->gate_up.data());

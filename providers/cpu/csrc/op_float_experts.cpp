@@ -54,16 +54,18 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   experts.inner = read_size(api, info, "inner");
   experts.n = read_size(api, info, "N");
   experts.routing = read_routing(api, info, kName);
-  const int64_t features = experts.routing.num_experts * experts.inner;
+  experts.is_relu2 = has_flag(api, info, "is_relu2");
+  const int64_t rows = experts.parts() * experts.routing.num_experts * experts.inner;
   const int64_t outputs = experts.routing.num_experts * experts.n;
-  experts.gate_up = read_floats(api, info, kName, kGateUp, "gate_up", 2 * features * experts.depth);
+  experts.gate_up = read_floats(api, info, kName, kGateUp, "gate_up", rows * experts.depth);
   experts.down = read_floats(api, info, kName, kDown, "down", outputs * experts.inner);
-  experts.gate_up_bias = read_own_bias(api, info, 2 * features, kGateUpBias, "gate_up_bias");
+  experts.gate_up_bias = read_own_bias(api, info, rows, kGateUpBias, "gate_up_bias");
   experts.down_bias = read_own_bias(api, info, outputs, kDownBias, "down_bias");
   auto kernel =
       std::make_unique<ExpertsKernel>(ExpertsKernel{api, experts, read_swiglu(api, info, kName)});
   if (!is_silu(kernel->swiglu)) kernel->settings.swiglu = &kernel->swiglu;
   kernel->settings.is_gelu = read_is_gelu(api, info, kName, kernel->swiglu);
+  check_relu2(api, info, kName, kernel->swiglu);
   return kernel;
 }
 

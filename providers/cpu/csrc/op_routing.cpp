@@ -55,6 +55,13 @@ bool read_is_gelu(const Api& api, const ort::KernelInfo* info, const char* op,
   return is_gelu;
 }
 
+void check_relu2(const Api& api, const ort::KernelInfo* info, const char* op,
+                 const Swiglu& swiglu) {
+  if (has_flag(api, info, "is_relu2") && (!is_silu(swiglu) || has_flag(api, info, "is_gelu")))
+    fail(api, ort::kInvalidArgument, "%s: is_relu2 excludes is_gelu, alpha, up_offset and limit",
+         op);
+}
+
 const float* read_logits(const Api& api, const ort::KernelContext* context, const char* op,
                          int64_t rows, int64_t num_experts) {
   const ort::Value* value = nullptr;

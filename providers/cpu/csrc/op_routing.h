@@ -20,6 +20,10 @@ bool is_silu(const Swiglu& swiglu);
 bool read_is_gelu(const Api& api, const ort::KernelInfo* info, const char* op,
                   const Swiglu& swiglu);
 
+// Throws a Failure where the attribute is_relu2, see Gate, is beside what has a gate.
+void check_relu2(const Api& api, const ort::KernelInfo* info, const char* op,
+                 const Swiglu& swiglu);
+
 // The router's, input 1: [rows][num_experts]. Throws a Failure where they are not.
 const float* read_logits(const Api& api, const ort::KernelContext* context, const char* op,
                          int64_t rows, int64_t num_experts);
