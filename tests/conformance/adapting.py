@@ -42,7 +42,7 @@ def make_adapter(spec: ArchSpec, seed: int) -> LoraAdapter:
     for layer in range(spec.num_layers):
         own = max(1, rank - layer % 2)
         for projection in (name for name in projections if name in projections_of(spec, layer)):
-            outputs, inputs = projection_shapes(spec)[projection]
+            outputs, inputs = projection_shapes(spec, layer)[projection]
             a = random.standard_normal((own, inputs)) / inputs**0.5
             b = random.standard_normal((outputs, own)) * 0.3
             deltas[layer, projection] = LoraDelta(a.astype(np.float32), b.astype(np.float32))
@@ -55,7 +55,7 @@ class AdaptedWeights(ArtifactWeights):
     def __init__(self, artifact: Artifact, adapter: LoraAdapter) -> None:
         super().__init__(artifact)
         self._adapter = adapter
-        self._shapes = projection_shapes(artifact.manifest.model)
+        self._spec = artifact.manifest.model
 
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""
@@ -70,7 +70,8 @@ class AdaptedWeights(ArtifactWeights):
     def _delta(self, layer: int, projection: Projection, x: Array) -> Array:
         delta = self._adapter.deltas.get((layer, projection))
         if delta is None:
-            return np.zeros((len(x), self._shapes[projection][0]), np.float32)
+            rows, _ = projection_shapes(self._spec, layer)[projection]
+            return np.zeros((len(x), rows), np.float32)
         result: Array = (x @ delta.a.T) @ delta.b.T
         return result
 

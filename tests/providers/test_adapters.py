@@ -78,7 +78,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
 def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
     """Add an adapter to the weights of a checkpoint, as PEFT's `merge_and_unload` does."""
     weights = dict(model.named_parameters())
-    rows = {name: shape[0] for name, shape in projection_shapes(spec).items()}
+    rows = {name: shape[0] for name, shape in projection_shapes(spec, 0).items()}
     for (layer, projection), delta in adapter.deltas.items():
         parent = "self_attn" if projection in (*KINDS["qkv"], "o_proj") else "mlp"
         module, begin = projection, 0
@@ -370,7 +370,7 @@ def test_what_int8_cannot_hold_leaves_the_slot_as_it_was(
     with opened(path, "custom", max_adapters=1) as model:
         model.set_adapter(1, make_adapter(spec, 2))
         before = logits(model, 1)
-        outputs, inputs = projection_shapes(spec)["q_proj"]
+        outputs, inputs = projection_shapes(spec, 0)["q_proj"]
         refused = one_delta("q_proj", (4, inputs), (outputs, 4))
         delta = next(iter(refused.deltas.values()))
         delta.a[:] = delta.b[:] = number
@@ -501,7 +501,7 @@ def full_adapter(spec: ArchSpec, rank: int) -> LoraAdapter:
             np.zeros((rank, columns), np.float32), np.zeros((rows, rank), np.float32)
         )
         for layer in range(spec.num_layers)
-        for projection, (rows, columns) in projection_shapes(spec).items()
+        for projection, (rows, columns) in projection_shapes(spec, layer).items()
     }
     return LoraAdapter(deltas)
 
