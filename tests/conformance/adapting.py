@@ -15,6 +15,7 @@ from onnxport.exporter.reference import Array, forward
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.lora import (
     KINDS,
+    OF_SOME,
     PROJECTIONS,
     LoraAdapter,
     LoraDelta,
@@ -28,7 +29,7 @@ from tests.conformance.reference import ArtifactWeights
 # Rank and projections of the adapters, by their seed; what PEFT takes by default comes first.
 SHAPES: Final[dict[int, tuple[int, tuple[Projection, ...]]]] = {
     1: (8, ("q_proj", "v_proj")),
-    2: (4, PROJECTIONS),
+    2: (4, (*PROJECTIONS, *OF_SOME)),
     3: (1, ("k_proj", "o_proj", "up_proj")),
 }
 MAX_RANK: Final = 8
@@ -60,7 +61,7 @@ class AdaptedWeights(ArtifactWeights):
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""
         product = super().linear(role, x)
-        _, layer, kind = role.split(".") if role.count(".") == 2 else ("", "", "")
+        _, layer, kind = role.split(".", 2) if role.count(".") > 1 else ("", "", "")
         if kind not in KINDS:  # a head, a router, or experts
             return product
         added = [self._delta(int(layer), projection, x) for projection in KINDS[kind]]  # type: ignore[index]

@@ -15,7 +15,10 @@ from tests.exporter import checkpoints
 from tests.serving.adapting import Tensors, write_adapter
 
 # Which no adapter adds to where there are experts.
-OF_EXPERTS = ("mlp.gate", "shared_expert", "block_sparse_moe", "experts", "shared_mlp")
+OF_EXPERTS = (
+    *("mlp.gate", "shared_expert", "shared_expert_gate"),
+    *("block_sparse_moe", "shared_mlp", "feed_forward.gate"),
+)
 ALPHA = 6
 
 
@@ -27,7 +30,7 @@ def adapted_modules(model: Any, spec: ArchSpec) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
         and ".layers." in name
-        and not any(f".{one}" in name for one in left)
+        and not any(f".{one}." in f"{name}." for one in left)
     ]
 
 

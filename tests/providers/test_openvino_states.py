@@ -130,7 +130,6 @@ def test_what_is_loaded(find: Finder) -> None:
     [
         ({"dtype": "bfloat16"}, "^dtype is 'bfloat16'; .* in float32 alone"),
         ({"kv_cache_dtype": "bfloat16"}, "^kv_cache_dtype is 'bfloat16' and dtype is 'float32'"),
-        ({"max_adapters": 1}, "max_adapters is 1, but adapters do not reach"),
         ({"hidden_layers": (1,)}, "hidden"),
     ],
 )
