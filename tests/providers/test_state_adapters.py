@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import ArtifactError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, projection_shapes, projections_in
+from onnxport.graphs.passes.lora import lora_products
+from onnxport.graphs.passes.split_matmul import split_matmul
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
@@ -227,6 +229,31 @@ def test_openvino_in_int4(made: Maker, case: str) -> None:
             found.append(run.run({0: PROMPTS[1], 1: PROMPTS[0]}))
     for row, logits in found[0].items():
         np.testing.assert_allclose(logits, found[1][row], rtol=0, atol=0.02 * logits.std())
+
+
+def test_products_that_are_cut_in_parts(made: Maker) -> None:
+    """Parts that are equal are products of their own, and others stay joined."""
+    one = made("lfm2", "int4")
+    artifact = Artifact.read(one.path)
+    cut = split_matmul(artifact.load_graph("paged")).model
+    found = [p.kind for p in lora_products(cut, one.spec) if p.layer == 0]
+    parts = ["linear.in.before", "linear.in.behind", "linear.in.values"]
+    assert found == [*parts, "o", "gate", "up", "down"]
+    whole = [p.kind for p in lora_products(artifact.load_graph("paged"), one.spec) if p.layer == 2]
+    assert whole == ["qkv", "o", "gate_up", "down"]
+    one = made("qwen3.5", "int4")
+    cut = split_matmul(Artifact.read(one.path).load_graph("paged")).model
+    found = [p.kind for p in lora_products(cut, one.spec) if p.layer == 0]
+    assert found == ["linear.qkv", "linear.ba", "linear.z", "o", "gate", "up", "down"]
+
+
+def test_a_product_that_is_not_found_is_told(made: Maker) -> None:
+    one = made("qwen3.5")
+    model = Artifact.read(one.path).load_graph("paged")
+    tensor = next(t for t in model.graph.initializer if t.name == "layers.1.linear.ba.weight")
+    tensor.dims[1] += 1
+    with pytest.raises(ArtifactError, match=r"2 of .* are not found .* linear_a of layer 1"):
+        lora_products(model, one.spec)
 
 
 def test_a_projection_that_a_layer_has_not(made: Maker) -> None:

@@ -1,4 +1,4 @@
-"""Modules of layers that keep a state, and of gated attention: whose rows are whose, and refusals."""
+"""Modules of layers that keep a state, and of gated attention: their rows, and what is refused."""
 
 from __future__ import annotations
 
