@@ -20,6 +20,7 @@ from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, projection_shape
 from onnxport.graphs.passes.lora import lora_products
 from onnxport.graphs.passes.split_matmul import split_matmul
 from onnxport.graphs.spec import ArchSpec
+from onnxport.providers import cuda
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.registry import get_provider
@@ -202,6 +203,31 @@ def test_devices(made: Maker, case: str, provider: str) -> None:
         beside_one_another(model, one, [0, 3])
     finally:
         model.close()
+
+
+@KERNEL
+@pytest.mark.parametrize("case", ["qwen3.5", "nemotron-h"])
+def test_a_kernel_of_ours_on_a_device(
+    made: Maker, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float16 it does what standard operators do, in the products that stay exact, too."""
+    one = made(case, "fp16")
+    options = LoadOptions(
+        **{"kv_cache_tokens": 1024, "threads": 1, "state_slots": 8, "dtype": "float16"},
+        **{"max_adapters": 2, "max_adapter_rank": 4},
+    )
+    found = []
+    for value in ("0", "1"):
+        monkeypatch.setenv(cuda.LORA_VARIABLE, value)
+        model = cuda.CudaProvider(emulate=True).load(Artifact.read(one.path), options)
+        fill(model, one)
+        run = Stateful(model, 3)
+        run.adapters = [0, 1, 2]
+        found.append(run.run(dict.fromkeys(range(3), PROMPTS[0])))
+        model.close()
+    for row, logits in found[0].items():
+        np.testing.assert_allclose(found[1][row], logits, rtol=0, atol=0.05 * logits.std())
+        assert row == 0 or np.abs(logits - found[0][0]).max() > 1
 
 
 @OPENVINO
