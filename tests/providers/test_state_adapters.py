@@ -37,7 +37,7 @@ OPENVINO = pytest.mark.skipif(
 )
 CASES = {**HYBRID, **SPACES, **SHORT_CONV}
 FAMILIES = (
-    *("qwen3.5", "qwen3.5-images", "qwen3-next", "qwen3-next-dense-layers"),
+    *("qwen3.5", "qwen3.5-images", "qwen3.5-moe", "qwen3-next", "qwen3-next-dense-layers"),
     *("granite-4", "granite-4-dense", "bamba-biases"),
     *("nemotron-h", "nemotron-h-biases", "lfm2-biases", "lfm2-moe"),
 )
@@ -163,7 +163,7 @@ def test_what_adapters_are_kept_in(made: Maker, case: str, dtype: str) -> None:
             own = run.run({0: PROMPTS[1], 1: PROMPTS[1]})
             found[kept], base = own[0], own[1]
     off = np.linalg.norm(found[dtype] - found["fp32"]) / np.linalg.norm(found["fp32"] - base)
-    assert off <= {"fp32": 0, "int8": 0.15, "int4": 0.6}[dtype]
+    assert off <= {"fp32": 0, "int8": 0.08, "int4": 0.35}[dtype]
 
 
 def beside_one_another(model: Model, one: Made, cuts: list[int]) -> None:
