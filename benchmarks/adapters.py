@@ -51,8 +51,11 @@ def random_adapter(
     rng = np.random.default_rng(seed)
     deltas = {}
     for projection in projections:
-        outputs, inputs = projection_shapes(spec)[projection]
         for layer in range(spec.num_layers):
+            shapes = projection_shapes(spec, layer)
+            if projection not in shapes:
+                continue
+            outputs, inputs = shapes[projection]
             a = rng.standard_normal((rank, inputs), np.float32) / np.float32(inputs**0.5)
             b = rng.standard_normal((outputs, rank), np.float32) * np.float32(1e-3)
             deltas[layer, projection] = LoraDelta(a, b)

@@ -13,14 +13,48 @@ from typing import Final, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PROJECTIONS: Final[tuple[Projection, ...]] = get_args(Projection)
+OfMost = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# The gate of attention; what delta nets and state spaces make of their input, as the roles of
+# exporter.plan say; and the three parts that a short convolution makes of it, in order.
+OfSome = Literal[
+    "attention_gate",
+    "linear_qkv",
+    "linear_z",
+    "linear_b",
+    "linear_a",
+    "linear_mixed",
+    "linear_dt",
+    "conv_before",
+    "conv_behind",
+    "conv_values",
+]
+Projection = OfMost | OfSome
+PROJECTIONS: Final[tuple[OfMost, ...]] = get_args(OfMost)  # that models without these have
+OF_SOME: Final[tuple[OfSome, ...]] = get_args(OfSome)
 OF_FEED_FORWARD: Final[frozenset[Projection]] = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 # A product of a paged graph, and the projections whose outputs it joins, in order.
-Kind = Literal["qkv", "o", "gate_up", "gate", "up", "down"]
+Kind = Literal[
+    "qkv",
+    "o",
+    "gate_up",
+    "gate",
+    "up",
+    "down",
+    "attention_gate",
+    "linear.qkv",
+    "linear.z",
+    "linear.ba",
+    "linear.mixed",
+    "linear.dt",
+    "linear.in",
+    "linear.in.before",
+    "linear.in.behind",
+    "linear.in.values",
+]
 KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -28,11 +62,26 @@ KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
     "gate": ("gate_proj",),
     "up": ("up_proj",),
     "down": ("down_proj",),
+    "attention_gate": ("attention_gate",),
+    "linear.qkv": ("linear_qkv",),
+    "linear.z": ("linear_z",),
+    "linear.ba": ("linear_b", "linear_a"),
+    "linear.mixed": ("linear_mixed",),
+    "linear.dt": ("linear_dt",),
+    "linear.in": ("conv_before", "conv_behind", "conv_values"),
+    "linear.in.before": ("conv_before",),
+    "linear.in.behind": ("conv_behind",),
+    "linear.in.values": ("conv_values",),
+}
+# What a product is where a pass has cut it in equal parts, in order.
+CUT: Final[Mapping[Kind, tuple[Kind, ...]]] = {
+    "gate_up": ("gate", "up"),
+    "linear.in": ("linear.in.before", "linear.in.behind", "linear.in.values"),
 }
 
 # Inputs of a graph with LoRA; see graphs.passes.lora for who has which.
 TOKEN_SLOTS: Final = "lora.token_slots"  # int32 [num_tokens], adapter slots; 0: none
-RANKS: Final = "lora.ranks"  # int32 [max_adapters + 1, num_layers, len(PROJECTIONS)]
+RANKS: Final = "lora.ranks"  # int32 [max_adapters + 1, num_layers, len(projections_in(spec))]
 WEIGHTS: Final = "lora.weights"  # [max_adapters, numbers of a slot], see `slot_layout`
 # float32, the shape of RANKS and max_rank behind it: of integers what each row of B is times
 SCALES: Final = "lora.scales"
@@ -77,28 +126,69 @@ class LoraAdapter:
         return max((delta.rank for delta in self.deltas.values()), default=0)
 
 
-def projection_shapes(spec: ArchSpec) -> dict[Projection, tuple[int, int]]:
-    """Return (out_features, in_features) of each projection of a layer."""
-    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+def projection_shapes(spec: ArchSpec, layer: int) -> dict[Projection, tuple[int, int]]:
+    """Return (out_features, in_features) of each projection of a layer that adapters may add to.
+
+    These are not those of experts. A layer that keeps a state has `o_proj`, too: its last product.
+    """
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    return {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
+    shapes: dict[Projection, tuple[int, int]] = {}
+    if spec.is_linear(layer):
+        for name, rows in _state_rows(spec).items():
+            shapes[name] = (rows, hidden)
+        shapes["o_proj"] = (hidden, _state_width(spec))
+    else:
+        shapes["q_proj"] = (spec.q_size, hidden)
+        shapes["k_proj"] = shapes["v_proj"] = (spec.kv_size, hidden)
+        shapes["o_proj"] = (hidden, spec.q_size)
+        if spec.attention_gate:
+            shapes["attention_gate"] = (spec.q_size, hidden)
+    if spec.experts_of(layer) is None and spec.has_mlp(layer):
+        if not spec.ungated:
+            shapes["gate_proj"] = (inner, hidden)
+        shapes["up_proj"] = (inner, hidden)
+        shapes["down_proj"] = (hidden, inner)
+    return shapes
+
+
+def _state_rows(spec: ArchSpec) -> dict[Projection, int]:
+    """Output features of what reads the input of a layer that keeps a state."""
+    linear = spec.linear
+    assert linear is not None
+    if isinstance(linear, LinearAttentionSpec):
+        return {
+            "linear_qkv": linear.channels,
+            "linear_z": linear.value_width,
+            "linear_b": linear.value_heads,
+            "linear_a": linear.value_heads,
+        }
+    if isinstance(linear, StateSpaceSpec):
+        return {
+            "linear_z": linear.value_width,
+            "linear_mixed": linear.channels,
+            "linear_dt": linear.heads,
+        }
+    return dict.fromkeys(KINDS["linear.in"], linear.channels)
+
+
+def _state_width(spec: ArchSpec) -> int:
+    """Features that the last product of a layer that keeps a state reads."""
+    linear = spec.linear
+    assert linear is not None
+    if isinstance(linear, LinearAttentionSpec | StateSpaceSpec):
+        return linear.value_width
+    return linear.channels
 
 
 def projections_of(spec: ArchSpec, layer: int) -> tuple[Projection, ...]:
     """The projections of a layer that adapters may add to: not those of experts."""
-    if spec.experts_of(layer) is not None:
-        return tuple(name for name in PROJECTIONS if name not in OF_FEED_FORWARD)
-    if spec.ungated:
-        return tuple(name for name in PROJECTIONS if name != "gate_proj")
-    return PROJECTIONS
+    return tuple(projection_shapes(spec, layer))
+
+
+def projections_in(spec: ArchSpec) -> tuple[Projection, ...]:
+    """Those that a slot has ranks for in each layer, in order: the seven, and what is in some."""
+    found = {name for layer in range(spec.num_layers) for name in projection_shapes(spec, layer)}
+    return (*PROJECTIONS, *(name for name in OF_SOME if name in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +225,11 @@ class LoraProduct:
 
     def in_features(self, spec: ArchSpec) -> int:
         """Columns of its input."""
-        return projection_shapes(spec)[KINDS[self.kind][0]][1]
+        return projection_shapes(spec, self.layer)[KINDS[self.kind][0]][1]
 
     def out_features(self, spec: ArchSpec) -> tuple[int, ...]:
         """Columns of its output, projection by projection."""
-        shapes = projection_shapes(spec)
+        shapes = projection_shapes(spec, self.layer)
         return tuple(shapes[projection][0] for projection in KINDS[self.kind])
 
 

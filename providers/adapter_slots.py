@@ -18,7 +18,6 @@ from onnxport.errors import AdapterError
 from onnxport.graphs.lora import (
     INTEGERS,
     KINDS,
-    PROJECTIONS,
     RANKS,
     SCALES,
     WEIGHTS,
@@ -26,6 +25,7 @@ from onnxport.graphs.lora import (
     LoraDelta,
     LoraProduct,
     SlotDtype,
+    projections_in,
     slot_layout,
 )
 from onnxport.graphs.spec import ArchSpec
@@ -52,7 +52,7 @@ def slots_bytes(
 ) -> int:
     """Memory of the slots that AddLora reads, all filled, and of their ranks and scales."""
     _, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype)
-    ranks = (options.max_adapters + 1) * spec.num_layers * len(PROJECTIONS)
+    ranks = (options.max_adapters + 1) * spec.num_layers * len(projections_in(spec))
     scales = ranks * options.max_adapter_rank if dtype in INTEGERS else 0
     return _TYPES[dtype].itemsize * numbers * options.max_adapters + 4 * (ranks + scales)
 
@@ -80,11 +80,11 @@ class AdapterSlots:
                 else, with what ranks and scales there are.
             write: copies to that room; None: there is none.
         """
-        self._spec = spec
+        self._projections = projections_in(spec)
         self._dtype = dtype
         self._places, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype)
         self._weights = memory.huge_page_zeros((options.max_adapters, numbers), _TYPES[dtype])
-        ranks = (options.max_adapters + 1, spec.num_layers, len(PROJECTIONS))
+        ranks = (options.max_adapters + 1, spec.num_layers, len(self._projections))
         self._ranks = np.zeros(ranks, np.int32)
         self._scales = np.zeros((*ranks, options.max_adapter_rank), np.float32)
         values: dict[str, NDArray[Any]] = {RANKS: self._ranks, WEIGHTS: self._weights}
@@ -113,7 +113,7 @@ class AdapterSlots:
             if product in joined:
                 begin = _write(at, begin, joined[product])
             for (layer, projection), own in of_products[product].items():
-                key = (layer, PROJECTIONS.index(projection))
+                key = (layer, self._projections.index(projection))
                 ranks[key] = len(own.a)
                 self._scales[(slot, *key)][: len(own.a)] = own.b.scales
                 if product not in joined:

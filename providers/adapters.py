@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError, ArtifactError, CapacityError, ProviderError
 from onnxport.graphs.lora import (
     KINDS,
-    PROJECTIONS,
+    OF_FEED_FORWARD,
     Kind,
     LoraAdapter,
     LoraDelta,
@@ -25,7 +25,7 @@ from onnxport.graphs.lora import (
     Projection,
     owners_name,
     projection_shapes,
-    projections_of,
+    projections_in,
 )
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import convert
@@ -143,17 +143,19 @@ def check_adapter(adapter: LoraAdapter, spec: ArchSpec, max_rank: int) -> None:
         ProviderError: a shape or a layer is not the model's; says which.
         CapacityError: its rank is above `max_rank`.
     """
-    shapes = projection_shapes(spec)
+    known = projections_in(spec)
     for (layer, projection), delta in adapter.deltas.items():
-        if not 0 <= layer < spec.num_layers or projection not in shapes:
+        if not 0 <= layer < spec.num_layers or projection not in known:
             raise ProviderError(
                 f"the LoRA adapter changes {projection} of layer {layer}; the model has layers 0 "
-                f"to {spec.num_layers - 1} with {', '.join(PROJECTIONS)}"
+                f"to {spec.num_layers - 1} with {', '.join(known)}"
             )
-        if projection not in (allowed := projections_of(spec, layer)):
+        if projection not in (shapes := projection_shapes(spec, layer)):
+            is_of_experts = projection in OF_FEED_FORWARD and spec.experts_of(layer) is not None
+            what = "has experts" if is_of_experts else "has none"
             raise ProviderError(
-                f"the LoRA adapter changes {projection} of layer {layer}, which has experts; "
-                f"{', '.join(allowed)} can be changed there"
+                f"the LoRA adapter changes {projection} of layer {layer}, which {what}; "
+                f"{', '.join(shapes)} can be changed there"
             )
         rows, columns = shapes[projection]
         wanted = ((delta.rank, columns), (rows, delta.rank))

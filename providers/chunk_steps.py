@@ -108,6 +108,7 @@ def chunk_parts(
             more_block_tables=tuple(others),
             state_reads=begun.astype(np.int32),
             state_writes=inputs.state_writes[rows],
+            adapter_slots=None if inputs.adapter_slots is None else inputs.adapter_slots[rows],
         )
         if inputs.hidden_states is not None:
             told = np.empty((len(tokens), inputs.hidden_states.shape[1]), np.float32)

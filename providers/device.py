@@ -47,7 +47,7 @@ from onnxport.providers.placement import check_host_operators, host_operators, p
 from onnxport.providers.pool import PoolPlan, plan_pool
 from onnxport.providers.recipe import Recipe
 from onnxport.providers.replay import DecodeReplay
-from onnxport.providers.states import plan_memory, refuse_adapters
+from onnxport.providers.states import plan_memory
 from onnxport.providers.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,6 @@ def load_on_device(
             "leave it out"
         )
     refuse_mixed_adapters(artifact, options)
-    refuse_adapters(artifact, options)
     has_states = artifact.manifest.model.linear is not None
     if options.capture_graphs and has_states:
         raise ProviderError(

@@ -214,12 +214,3 @@ def check_states(inputs: StepInputs, state_slots: int) -> None:
         "this model keeps no states of sequences, and a step names slots for them; leave out "
         "state_reads and state_writes"
     )
-
-
-def refuse_adapters(artifact: Artifact, options: LoadOptions) -> None:
-    """Raise ProviderError for LoRA adapters of a model that has such layers."""
-    if artifact.manifest.model.linear is not None and options.max_adapters:
-        raise ProviderError(
-            f"max_adapters is {options.max_adapters}, but adapters do not reach layers of linear "
-            f"attention, which {artifact.path.name} has; leave it out"
-        )

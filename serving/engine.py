@@ -88,7 +88,7 @@ class Engine:
         config = config or EngineConfig()
         if (limits := model.capabilities).state_slots:
             reads = speculator is not None and speculator.reader is not None
-            check_options(config, max_adapters=limits.max_adapters, reads_states=reads)
+            check_options(config, reads_states=reads)
         if not limits.moves_blocks:
             refuse_tiers(config)
         if eos_token_ids is None:

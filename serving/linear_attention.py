@@ -26,14 +26,11 @@ def slots_wanted(config: EngineConfig) -> int:
     return SLOTS_PER_SEQUENCE * config.max_num_seqs + kept
 
 
-def check_options(
-    config: EngineConfig, *, max_adapters: int = 0, reads_states: bool = False
-) -> None:
+def check_options(config: EngineConfig, *, reads_states: bool = False) -> None:
     """Refuse what a model with linear attention cannot do, all of it at once.
 
     Args:
         config: of the engine.
-        max_adapters: LoRA adapters that the model is to have slots for.
         reads_states: whether somebody reads the model's hidden states to guess tokens ahead,
             whatever `config` says.
 
@@ -50,8 +47,6 @@ def check_options(
             "speculation by an EAGLE-3 head (none is known for such models; take ngram, suffix, "
             "grammar or draft_model)"
         )
-    if max_adapters:
-        refused.append("max_adapters (adapters do not reach layers of linear attention)")
     if refused:
         raise OptionError(
             "this model has layers of linear attention, which keep a state of each sequence, and "

@@ -89,7 +89,7 @@ def open_engine(
     artifact = read_artifact(path, chosen)
     refuse_head(artifact)
     if artifact.manifest.model.linear is not None:
-        check_options(config, max_adapters=chosen.max_adapters)
+        check_options(config)
         chosen = replace(chosen, state_slots=chosen.state_slots or slots_wanted(config))
     if not artifact.manifest.model.has_even_caches:
         refuse_tiers(config)

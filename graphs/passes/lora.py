@@ -34,9 +34,9 @@ from onnxport.graphs import contract
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.inspect import attribute_int, element_types, initializers, names
 from onnxport.graphs.lora import (
+    CUT,
     INTEGERS,
     KINDS,
-    PROJECTIONS,
     RANKS,
     SCALES,
     TOKEN_SLOTS,
@@ -45,6 +45,8 @@ from onnxport.graphs.lora import (
     LoraProduct,
     SlotDtype,
     owners_name,
+    projection_shapes,
+    projections_in,
     projections_of,
     slot_layout,
 )
@@ -55,6 +57,7 @@ from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.spec import ArchSpec
 
 ADD_LORA: Final = "AddLora"
+PASSES: Final = ("lora", "lora_operator")  # what results of the two are called
 SLOT_TYPES: Final[Mapping[SlotDtype, int]] = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -63,8 +66,7 @@ SLOT_TYPES: Final[Mapping[SlotDtype, int]] = {
     "int4": TensorProto.INT8,
 }
 PRODUCTS: Final = ("MatMul", "MatMulNBits")
-_WEIGHT: Final = re.compile(r"layers\.(\d+)\.(qkv|o|gate_up|up|down)\.weight(?:\.(\d+)_*)?")
-_HALVES: Final[tuple[Kind, Kind]] = ("gate", "up")  # of a product that was split
+_WEIGHT: Final = re.compile(r"layers\.(\d+)\.([a-z_.]+)\.weight(?:\.(\d+)_*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def add_lora(model: onnx.ModelProto, spec: ArchSpec) -> PassResult:
             g.node("Gemm", [own, b, base], outputs=[result], name="b")
         added[base] = g.take_nodes()
     _splice(copy, g, masks.nodes, added)
-    return PassResult("lora", copy, {"products with LoRA": len(found)})
+    return PassResult(PASSES[0], copy, {"products with LoRA": len(found)})
 
 
 def add_lora_operator(
@@ -133,7 +135,8 @@ def add_lora_operator(
     layout, numbers = slot_layout([one.product for one in found], spec, max_rank, dtype)
     g = _builder(copy, found)
     g.input(TOKEN_SLOTS, TensorProto.INT32, [contract.NUM_TOKENS])
-    ranks: list[int | str] = ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)]
+    projections = projections_in(spec)
+    ranks: list[int | str] = ["lora.ranks_rows", spec.num_layers, len(projections)]
     stored = [
         g.input(RANKS, TensorProto.INT32, ranks),
         g.input(WEIGHTS, SLOT_TYPES[dtype], ["lora.slots", numbers]),
@@ -164,7 +167,7 @@ def add_lora_operator(
             name=f"{product.name}.lora",
             offset=layout[product],
             max_rank=max_rank,
-            ranks=product.layer * len(PROJECTIONS) + PROJECTIONS.index(KINDS[product.kind][0]),
+            ranks=product.layer * len(projections) + projections.index(KINDS[product.kind][0]),
             **{f"columns{number}": part for number, part in enumerate((*parts, 0, 0)[:3])},
             **(rounding if dtype in INTEGERS else {}),
         )
@@ -172,7 +175,7 @@ def add_lora_operator(
     _splice(copy, g, first, added)
     if DOMAIN not in {opset.domain for opset in copy.opset_import}:
         copy.opset_import.append(helper.make_opsetid(DOMAIN, OPSET))
-    return PassResult("lora_operator", copy, {"products with LoRA": len(found)})
+    return PassResult(PASSES[1], copy, {"products with LoRA": len(found)})
 
 
 def lora_products(model: onnx.ModelProto, spec: ArchSpec) -> list[LoraProduct]:
@@ -290,13 +293,17 @@ def _product(
     match = _WEIGHT.fullmatch(node.input[1])
     if match is None or node.input[1] not in tensors:
         return None
-    layer, joined, first = int(match[1]), match[2], match[3]
+    layer, role, first = int(match[1]), match[2], match[3]
     dims = list(tensors[node.input[1]].dims)
     if node.op_type == "MatMulNBits":
         dims = [attribute_int(node, "K", 0), attribute_int(node, "N", 0)]
-    kind = next(name for name in KINDS if name == joined)
-    if first is not None and kind == "gate_up":
-        kind = _HALVES[int(first) > 0]
+    kind = next((name for name in KINDS if name == role), None)
+    if kind is None:
+        return None
+    if first is not None and kind in CUT:
+        kind = CUT[kind][int(first) // dims[1]]
+    if not projection_shapes(spec, layer).keys() >= {*KINDS[kind]}:
+        return None
     product = LoraProduct(layer, kind, *_rounding(node))
     wanted = [product.in_features(spec), sum(product.out_features(spec))]
     return product if dims == wanted else None

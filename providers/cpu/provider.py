@@ -54,7 +54,7 @@ from onnxport.providers.ort import (
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
 from onnxport.providers.pool import PoolPlan, least_bytes, plan_pool
-from onnxport.providers.states import plan_memory, refuse_adapters
+from onnxport.providers.states import plan_memory
 
 if TYPE_CHECKING:
     from onnxport.providers.host_lora import HostLora
@@ -104,7 +104,6 @@ class CpuProvider:
         """See `providers.base.Provider.load`."""
         check(options)
         check_hidden_layers(artifact, options)
-        refuse_adapters(artifact, options)
         spec = artifact.manifest.model
         kernel = choose_kernel(options, spec)
         source = GraphSource(artifact, options, custom=kernel is not None)

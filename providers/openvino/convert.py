@@ -81,12 +81,18 @@ def lower(
     if lora is not None:
         step = lora(step.model)
         yield step
+    yield from finish(artifact, step.model)
+
+
+def finish(artifact: Artifact, model: onnx.ModelProto) -> Iterator[PassResult]:
+    """Apply the passes behind the one that adds adapters, or behind all others without it."""
     if artifact.manifest.model.linear is not None:
-        step = take_row_states(step.model)
+        step = take_row_states(model)
         yield step
         step = chunk_linear(step.model, takes_tile=True)
         yield step
-    yield flatten_paged(step.model)
+        model = step.model
+    yield flatten_paged(model)
 
 
 def _is_known(node: onnx.NodeProto) -> bool:

@@ -16,7 +16,8 @@ import onnx
 from onnxport.errors import OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
-from onnxport.graphs.passes.flat_paged import flatten_paged, has_sinks
+from onnxport.graphs.passes import lora as lora_passes
+from onnxport.graphs.passes.flat_paged import has_sinks
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.split_experts import MOE, QMOE
@@ -36,7 +37,13 @@ from onnxport.providers.latents import refuse_latents
 from onnxport.providers.mixed_layers import refuse_mixed_adapters, refuse_mixed_layers
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import placement, precision
-from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
+from onnxport.providers.openvino.convert import (
+    RELEASE,
+    collect_weights,
+    convert,
+    finish,
+    lower,
+)
 from onnxport.providers.openvino.core import import_openvino, new_core
 from onnxport.providers.openvino.cpu import CACHES, LEVEL_DTYPES, CpuPlugin
 from onnxport.providers.openvino.experts import PRODUCTS, count_gathers
@@ -49,7 +56,7 @@ from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.openvino.states import RowStates
 from onnxport.providers.pool import PoolPlan, check_weights, converted_bytes, plan_pool
-from onnxport.providers.states import plan_memory, refuse_adapters, refuse_states
+from onnxport.providers.states import plan_memory, refuse_states
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +126,6 @@ class OpenVinoProvider:
         refuse_hidden_states(artifact, options, self.name)
         refuse_latents(artifact, self.name)
         refuse_mixed_adapters(artifact, options)
-        refuse_adapters(artifact, options)
         core = new_core()
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
         if plugin.device != "CPU":
@@ -144,7 +150,7 @@ class OpenVinoProvider:
         attached = {name: value for step in lowered for name, value in step.attached.items()}
         weights = collect_weights(artifact, model, attached)
         weight_bytes = sum(value.nbytes for value in weights.values())
-        variants = _variants(lowered, adapted=lora is not None)
+        variants = _variants(artifact, lowered, adapted=lora is not None)
         room = plugin.room(core, weight_bytes, len(variants) * len(builds), host_bytes)
         if len(variants) > 1 and (room.free_bytes or 0) < 2 * room.weight_bytes:
             variants = variants[-1:]
@@ -235,7 +241,9 @@ def _lora(artifact: Artifact, plugin: Plugin, options: LoadOptions) -> OpenVinoL
     return OpenVinoLora(artifact, options, extension)
 
 
-def _variants(lowered: Sequence[PassResult], *, adapted: bool) -> list[_Variant]:
+def _variants(
+    artifact: Artifact, lowered: Sequence[PassResult], *, adapted: bool
+) -> list[_Variant]:
     """The graphs to compile, of which the last one takes every batch.
 
     Adapters cost time where none is used, so another graph is without them.
@@ -243,8 +251,9 @@ def _variants(lowered: Sequence[PassResult], *, adapted: bool) -> list[_Variant]
     last = _Variant(lowered[-1].model, adapted)
     if not adapted:
         return [last]
-    before = lowered[-3].model  # adapters are added, and then it is flattened
-    return [_Variant(flatten_paged(before).model, adapted=False), last]
+    added = next(at for at, step in enumerate(lowered) if step.name in lora_passes.PASSES)
+    *_, without = finish(artifact, lowered[added - 1].model)
+    return [_Variant(without.model, adapted=False), last]
 
 
 def _with_adapters(capabilities: Capabilities, options: LoadOptions) -> Capabilities:

@@ -16,15 +16,9 @@ import safetensors
 from numpy.typing import NDArray
 
 from onnxport.errors import AdapterError
-from onnxport.graphs.lora import (
-    PROJECTIONS,
-    LoraAdapter,
-    LoraDelta,
-    Projection,
-    projection_shapes,
-    projections_of,
-)
+from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.graphs.spec import ArchSpec
+from onnxport.serving.adapters.modules import Module, modules_of
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_file
 
@@ -33,56 +27,15 @@ logger = logging.getLogger(__name__)
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 
 _NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
-_Modules = Mapping[str, tuple[Projection, ...]]  # of a layer -> the projections that it computes
-_ATTENTION: Final[_Modules] = {f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]}
-_APART: Final[_Modules] = {
-    **_ATTENTION,
-    **{f"mlp.{name}": (name,) for name in PROJECTIONS[4:]},
-}
-_GLM: Final[_Modules] = {
-    **_ATTENTION,
-    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-    "mlp.down_proj": ("down_proj",),
-}
-_JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not a projection each
-    "phi3": {
-        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "self_attn.o_proj": ("o_proj",),
-        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-        "mlp.down_proj": ("down_proj",),
-    },
-    "glm": _GLM,
-    "glm4": _GLM,
-    "granitemoehybrid": {
-        **_ATTENTION,
-        "shared_mlp.input_linear": ("gate_proj", "up_proj"),
-        "shared_mlp.output_linear": ("down_proj",),
-    },
-    "phi": {
-        **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
-        "self_attn.dense": ("o_proj",),
-        "mlp.fc1": ("up_proj",),
-        "mlp.fc2": ("down_proj",),
-    },
-    "starcoder2": {
-        **_ATTENTION,
-        "mlp.c_fc": ("up_proj",),
-        "mlp.c_proj": ("down_proj",),
-    },
-    "gpt_neox": {
-        "attention.query_key_value": ("q_proj", "k_proj", "v_proj"),
-        "attention.dense": ("o_proj",),
-        "mlp.dense_h_to_4h": ("up_proj",),
-        "mlp.dense_4h_to_h": ("down_proj",),
-    },
-}
-_BY_HEAD: Final = frozenset({"gpt_neox"})  # whose joined rows are each head's, of one after another
 # Where the decoder is in the model that was trained: a text model, and one that reads images, as
 # its modules are called and as older releases of transformers called them.
-_PARENTS: Final = ("model", "model.language_model", "language_model.model", "gpt_neox")
+_PARENTS: Final = (
+    *("model", "model.language_model", "language_model.model"),
+    *("gpt_neox", "backbone"),
+)
 _HEADS: Final[Mapping[str, str]] = {"language_model.model": "language_model.lm_head"}
-_EMBEDDINGS: Final[Mapping[str, str]] = {"gpt_neox": "embed_in"}
-_OF_IMAGES: Final = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+_EMBEDDINGS: Final[Mapping[str, str]] = {"gpt_neox": "embed_in", "nemotron_h": "embeddings"}
+_OF_IMAGES: Final = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 _DTYPES: Final[Mapping[str, Any]] = {
     "F32": np.float32,
     "F16": np.float16,
@@ -115,26 +68,18 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     """
     config = read_config(folder)
     pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
-    of_layer = _modules_of(base)
     parent = next(
         (one for one in _PARENTS if any(name.startswith(f"{one}.layers.") for name in pairs)),
         _PARENTS[0],
     )
-    modules = {
-        f"{parent}.layers.{layer}.{module}": (layer, names)
-        for layer in range(base.num_layers)
-        for module, names in of_layer.items()
-        if set(names) <= set(projections_of(base, layer))
-    }
+    modules = {f"{parent}.{name}": module for name, module in modules_of(base).items()}
     # linear too, and not to be adapted here
-    others = (f"{parent}.{_EMBEDDINGS.get(parent, 'embed_tokens')}", _HEADS.get(parent, "lm_head"))
+    embedding = _EMBEDDINGS.get(base.family, "embed_tokens")
+    others = (f"{parent}.{embedding}", _HEADS.get(parent, "lm_head"))
     check_time(config.path, config.expressions, [*modules, *others])
-    shapes = projection_shapes(base)
-    _check_others(config, others, base)
+    _check_others(config, others, modules)
     _check_modules(folder, config, pairs, set(modules), base)
-    _check_shapes(
-        folder, config, pairs, {each: _joined(shapes, modules[each][1]) for each in pairs}
-    )
+    _check_shapes(folder, config, pairs, modules)
     deltas = {}
     for module, (a, b) in pairs.items():
         with np.errstate(over="ignore"):
@@ -145,35 +90,13 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
                 f"scaled by {config.scaling_of(module):g}; the file is damaged, or the training "
                 "diverged"
             )
-        layer, names = modules[module]
-        if len(names) == 3 and base.family in _BY_HEAD:
-            scaled = _by_projection(scaled, base)
-        ends = np.cumsum([shapes[name][0] for name in names])
-        for name, rows in zip(names, np.split(scaled, ends[:-1]), strict=True):
+        layer = modules[module].layer
+        for name, rows in modules[module].by_projection(scaled).items():
             if base.output_scale != 1 and name in ("o_proj", "down_proj"):
                 rows = rows * np.float32(base.output_scale)  # as the weights that it adds to are
             deltas[layer, name] = LoraDelta(a, rows)
     adapter = LoraAdapter(deltas)
     return AdapterContent(adapter, fingerprint(adapter), folder, config.base_model)
-
-
-def _modules_of(base: ArchSpec) -> _Modules:
-    """The modules of a layer that has no experts."""
-    found = _JOINED.get(base.family, _APART)
-    return {name: one for name, one in found.items() if not (base.ungated and "gate_proj" in one)}
-
-
-def _by_projection(rows: Array, base: ArchSpec) -> Array:
-    """Rows of all heads' queries, then keys, then values, of each head's three [rows, rank]."""
-    heads = rows.reshape(base.num_heads, 3, base.head_size, -1)
-    return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(rows.shape)
-
-
-def _joined(
-    shapes: Mapping[Projection, tuple[int, int]], names: tuple[Projection, ...]
-) -> tuple[int, int]:
-    """The output and input features of projections that one module computes."""
-    return sum(shapes[name][0] for name in names), shapes[names[0]][1]
 
 
 def fingerprint(adapter: LoraAdapter) -> str:
@@ -254,10 +177,10 @@ def _of_text(
     return kept
 
 
-def _check_others(config: PeftConfig, others: Iterable[str], base: ArchSpec) -> None:
+def _check_others(config: PeftConfig, others: Iterable[str], modules: Iterable[str]) -> None:
     """Refuse a config that calls for modules that no provider adapts."""
     if targets := [name for name in others if config.is_target(name)]:
-        adapted = [name.rpartition(".")[2] for name in _modules_of(base)]
+        adapted = dict.fromkeys(name.rpartition(".")[2] for name in modules)
         raise AdapterError(
             f"{config.path} targets {', '.join(targets)}; only {', '.join(adapted)} can be "
             "adapted: merge the adapter into its model, and export that"
@@ -294,12 +217,12 @@ def _check_shapes(
     folder: Path,
     config: PeftConfig,
     pairs: Mapping[str, tuple[Array, Array]],
-    shapes: Mapping[str, tuple[int, int]],
+    modules: Mapping[str, Module],
 ) -> None:
     """Refuse matrices that do not fit the model or the rank of the config."""
     wrong_features, wrong_rank = [], []
     for name, (a, b) in pairs.items():
-        out_features, in_features = shapes[name]
+        out_features, in_features = modules[name].out_features, modules[name].in_features
         rank = config.rank_of(name)
         if (b.shape[0], a.shape[1]) != (out_features, in_features):
             wrong_features.append(

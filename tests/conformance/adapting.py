@@ -15,6 +15,7 @@ from onnxport.exporter.reference import Array, forward
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.lora import (
     KINDS,
+    OF_SOME,
     PROJECTIONS,
     LoraAdapter,
     LoraDelta,
@@ -28,7 +29,7 @@ from tests.conformance.reference import ArtifactWeights
 # Rank and projections of the adapters, by their seed; what PEFT takes by default comes first.
 SHAPES: Final[dict[int, tuple[int, tuple[Projection, ...]]]] = {
     1: (8, ("q_proj", "v_proj")),
-    2: (4, PROJECTIONS),
+    2: (4, (*PROJECTIONS, *OF_SOME)),
     3: (1, ("k_proj", "o_proj", "up_proj")),
 }
 MAX_RANK: Final = 8
@@ -42,7 +43,7 @@ def make_adapter(spec: ArchSpec, seed: int) -> LoraAdapter:
     for layer in range(spec.num_layers):
         own = max(1, rank - layer % 2)
         for projection in (name for name in projections if name in projections_of(spec, layer)):
-            outputs, inputs = projection_shapes(spec)[projection]
+            outputs, inputs = projection_shapes(spec, layer)[projection]
             a = random.standard_normal((own, inputs)) / inputs**0.5
             b = random.standard_normal((outputs, own)) * 0.3
             deltas[layer, projection] = LoraDelta(a.astype(np.float32), b.astype(np.float32))
@@ -55,12 +56,12 @@ class AdaptedWeights(ArtifactWeights):
     def __init__(self, artifact: Artifact, adapter: LoraAdapter) -> None:
         super().__init__(artifact)
         self._adapter = adapter
-        self._shapes = projection_shapes(artifact.manifest.model)
+        self._spec = artifact.manifest.model
 
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""
         product = super().linear(role, x)
-        _, layer, kind = role.split(".") if role.count(".") == 2 else ("", "", "")
+        _, layer, kind = role.split(".", 2) if role.count(".") > 1 else ("", "", "")
         if kind not in KINDS:  # a head, a router, or experts
             return product
         added = [self._delta(int(layer), projection, x) for projection in KINDS[kind]]  # type: ignore[index]
@@ -70,7 +71,8 @@ class AdaptedWeights(ArtifactWeights):
     def _delta(self, layer: int, projection: Projection, x: Array) -> Array:
         delta = self._adapter.deltas.get((layer, projection))
         if delta is None:
-            return np.zeros((len(x), self._shapes[projection][0]), np.float32)
+            rows, _ = projection_shapes(self._spec, layer)[projection]
+            return np.zeros((len(x), rows), np.float32)
         result: Array = (x @ delta.a.T) @ delta.b.T
         return result
 

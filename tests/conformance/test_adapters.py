@@ -21,12 +21,12 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
 from tests.conformance.conftest import Combination, chosen_lanes, combinations, is_fast
 from tests.conformance.lanes import Lane
-from tests.conformance.make import DIAGONAL, HYBRID, LATENT, MIXED
-from tests.conformance.models import FewSlots, step
+from tests.conformance.make import DIAGONAL, LATENT, MIXED
+from tests.conformance.models import FewSlots, Slotted, step
 from tests.conformance.rules import Rule, check_logits, check_tokens, rule_of
 from tests.conformance.workload import PROMPTS
 
-UNADAPTED = (*LATENT, *HYBRID, *MIXED)  # whose layers are not adapted, or not all of them
+UNADAPTED = (*LATENT, *MIXED)  # which have no slots for adapters
 WHOLE = ("cpu-custom", "cpu-decomposed", "openvino")  # lanes of every family in every precision
 ROWS = (0, 2, 1, 3, 1)  # the adapter of each prompt, as a slot; 0: none
 TOKENS = [prompt[:19] for prompt in PROMPTS[: len(ROWS)]]
@@ -94,6 +94,8 @@ def adapted(
     one: Combination = request.param
     path = artifact(one.family, one.precision)
     model = one.lane.open(path, max_adapters=len(SHAPES), max_adapter_rank=MAX_RANK)
+    if model.capabilities.state_slots:
+        model = Slotted(model)
     rule = one.lane.rule or rule_of(model.capabilities)
     found = Adapted(one.lane, model, rule, adapted_reference(one.family, one.precision))
     for slot, adapter in found.reference.adapters.items():

@@ -66,7 +66,7 @@ def test_every_product_gets_three_nodes(fp32: Artifact) -> None:
     assert model.SerializeToString() == untouched
     assert result.changes == {"products with LoRA": 4 * spec.num_layers}
     found, made, readers = inputs(result.model), producers(result.model), consumers(result.model)
-    shapes = projection_shapes(spec)
+    shapes = projection_shapes(spec, 0)
     for kind in WHOLE:
         rows = f"lora.{kind}.rows"
         assert found[owners_name(kind)] == [rows]

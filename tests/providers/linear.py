@@ -21,6 +21,7 @@ class Stateful:
         self._tables = np.array_split(blocks, num_sequences)
         self.lengths = [0] * num_sequences
         self.slots = [0] * num_sequences
+        self.adapters: list[int] | None = None  # the slot of each sequence's, 0 for none
 
     def inputs(self, new: Mapping[int, Sequence[int]], writes: Sequence[int]) -> StepInputs:
         """A step with the next tokens of some sequences."""
@@ -28,6 +29,9 @@ class Stateful:
         past = [self.lengths[row] for row in new]
         totals = np.array(past) + lengths
         width = -(-int(totals.max()) // self.model.capabilities.block_size)
+        adapters = None
+        if self.adapters is not None:
+            adapters = np.array([self.adapters[row] for row in new], np.int32)
         return StepInputs(
             input_ids=np.concatenate([np.array(tokens, np.int64) for tokens in new.values()]),
             block_table=np.array([self._tables[row][:width] for row in new], np.int32),
@@ -37,6 +41,7 @@ class Stateful:
             logits_indices=np.arange(sum(lengths), dtype=np.int32),
             state_reads=np.array([self.slots[row] for row in new], np.int32),
             state_writes=np.array(writes, np.int32),
+            adapter_slots=adapters,
         )
 
     def run(

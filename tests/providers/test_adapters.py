@@ -38,6 +38,7 @@ from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
 
 FAMILIES = (
+    "afmoe-dense",
     "arcee",
     "cohere2",
     "gemma3",
@@ -75,13 +76,16 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return make
 
 
+OF_ATTENTION = (*KINDS["qkv"], "o_proj", "attention_gate")
+
+
 def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
     """Add an adapter to the weights of a checkpoint, as PEFT's `merge_and_unload` does."""
     weights = dict(model.named_parameters())
-    rows = {name: shape[0] for name, shape in projection_shapes(spec).items()}
+    rows = {name: shape[0] for name, shape in projection_shapes(spec, 0).items()}
     for (layer, projection), delta in adapter.deltas.items():
-        parent = "self_attn" if projection in (*KINDS["qkv"], "o_proj") else "mlp"
-        module, begin = projection, 0
+        parent = "self_attn" if projection in OF_ATTENTION else "mlp"
+        module, begin = "gate_proj" if projection == "attention_gate" else projection, 0
         for joined in ("qkv", "gate_up"):
             if spec.family == "phi3" and projection in KINDS[joined]:
                 module = f"{joined}_proj"
@@ -370,7 +374,7 @@ def test_what_int8_cannot_hold_leaves_the_slot_as_it_was(
     with opened(path, "custom", max_adapters=1) as model:
         model.set_adapter(1, make_adapter(spec, 2))
         before = logits(model, 1)
-        outputs, inputs = projection_shapes(spec)["q_proj"]
+        outputs, inputs = projection_shapes(spec, 0)["q_proj"]
         refused = one_delta("q_proj", (4, inputs), (outputs, 4))
         delta = next(iter(refused.deltas.values()))
         delta.a[:] = delta.b[:] = number
@@ -501,7 +505,7 @@ def full_adapter(spec: ArchSpec, rank: int) -> LoraAdapter:
             np.zeros((rank, columns), np.float32), np.zeros((rows, rank), np.float32)
         )
         for layer in range(spec.num_layers)
-        for projection, (rows, columns) in projection_shapes(spec).items()
+        for projection, (rows, columns) in projection_shapes(spec, layer).items()
     }
     return LoraAdapter(deltas)
 

@@ -77,6 +77,7 @@ def test_parts() -> None:
         hidden_states=np.zeros((6, 2), np.float32),
         state_reads=np.array([0, 7], np.int32),
         state_writes=np.array([2, 9], np.int32),
+        adapter_slots=np.array([4, 3], np.int32),
     )
     runs = [[Piece(0, 0, 4), Piece(1, 0, 1)], [Piece(0, 4, 5)]]
     (first, tokens, own), (second, rest, last) = chunk_parts(inputs, runs, 4)
@@ -95,6 +96,9 @@ def test_parts() -> None:
     assert second.past_sequence_lengths.tolist() == [6]
     assert second.block_table.tolist() == [[3, 4]]
     assert (rest.tolist(), last.tolist()) == ([4], [2])
+    assert first.adapter_slots is not None
+    assert second.adapter_slots is not None
+    assert (first.adapter_slots.tolist(), second.adapter_slots.tolist()) == ([4, 3], [4])
     for part, reads, writes in ((first, [0, 7], [2, 9]), (second, [2], [2])):
         assert part.state_reads is not None
         assert part.state_writes is not None

@@ -255,16 +255,6 @@ def test_other_models_have_no_states(tiny_artifact: ArtifactMaker) -> None:
             model.run(inputs)
 
 
-@pytest.mark.parametrize("attention", KINDS)
-def test_adapters_are_refused(made: Maker, attention: Attention) -> None:
-    path, _ = made("qwen3.5", "fp32")
-    options = LoadOptions(max_adapters=2, attention=attention)
-    with pytest.raises(
-        ProviderError, match="max_adapters is 2, but adapters do not reach layers of"
-    ):
-        CpuProvider().load(Artifact.read(path), options)
-
-
 @pytest.mark.parametrize("changes", [{"key_size": 512}, {"kernel": 9}])
 def test_sizes_that_the_kernels_have_no_room_for(
     made: Maker, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch

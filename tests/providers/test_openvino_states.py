@@ -182,7 +182,6 @@ def test_what_is_loaded(find: Finder) -> None:
             "^dtype is 'bfloat16' and kv_cache_dtype is .* in float32 alone: "
             "ask for dtype float32 or auto, and for kv_cache_dtype int8",
         ),
-        ({"max_adapters": 1}, "max_adapters is 1, but adapters do not reach"),
         ({"hidden_layers": (1,)}, "hidden"),
     ],
 )

@@ -51,7 +51,7 @@ def random_tensors(
 ) -> Tensors:
     random = np.random.default_rng(seed)
     tensors: Tensors = {}
-    shapes = projection_shapes(spec)
+    shapes = projection_shapes(spec, 0)
     for layer in range(spec.num_layers) if layers is None else layers:
         for name in PROJECTIONS:
             if name in targets:

@@ -113,7 +113,7 @@ GRANITE = {
 def test_modules_of_granite_4(tmp_path: Path, targets: str) -> None:
     """Without experts its layer is the one that others have beside them, gate and up joined."""
     base = replace(WIDER, family="granitemoehybrid", residual_scale=0.5)
-    shapes, rng = projection_shapes(base), np.random.default_rng(0)
+    shapes, rng = projection_shapes(base, 0), np.random.default_rng(0)
     tensors: Tensors = {}
     for layer in range(base.num_layers):
         for module, names in GRANITE.items():
@@ -140,7 +140,7 @@ def test_modules_of_granite_4(tmp_path: Path, targets: str) -> None:
 def test_modules_that_compute_several_projections(tmp_path: Path, family: str, count: int) -> None:
     """Phi-3's and GLM's: each projection gets its rows of B, and A is shared."""
     base = replace(WIDER, family=family)
-    rows = {name: shape[0] for name, shape in projection_shapes(base).items()}
+    rows = {name: shape[0] for name, shape in projection_shapes(base, 0).items()}
     modules = {"mlp.gate_up_proj": PROJECTIONS[4:6], "self_attn.qkv_proj": PROJECTIONS[:3]}
     parts = dict(list(modules.items())[:count])
     rng = np.random.default_rng(0)
@@ -204,7 +204,7 @@ def test_modules_of_families_that_have_no_gate(
     base = replace(
         WIDER, family=family, num_kv_heads=WIDER.num_heads, hidden_act="gelu", ungated=True
     )
-    shapes, rng = projection_shapes(base), np.random.default_rng(0)
+    shapes, rng = projection_shapes(base, 0), np.random.default_rng(0)
     tensors: Tensors = {}
     for layer in range(base.num_layers):
         for module, names in modules.items():

@@ -602,8 +602,6 @@ def test_a_model_without_room_for_a_sequence_is_refused() -> None:
             "speculation by an EAGLE-3 head",
         ),
         ({"speculator": Reader(lambda request: [])}, "speculation by an EAGLE-3 head"),
-        ({"max_adapters": 1}, "max_adapters"),
-        ({"kv_disk": "blocks", "max_adapters": 1}, "kv_disk .*; max_adapters"),
     ],
 )
 def test_options_that_do_not_go_with_states_are_refused(

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxport import LLM, SamplingParams
@@ -15,13 +16,16 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.library import find_library, matmul_isa
 from onnxport.serving import loading
+from onnxport.serving.adapters.modules import modules_of
 from onnxport.serving.engine import Engine
+from onnxport.serving.params import RequestOptions
 from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.speculator import Speculator
 from onnxport.serving.verify.verifier import Checks, Verifier
 from tests.conformance.make import export_options
 from tests.exporter import checkpoints
+from tests.serving.adapting import Tensors, write_adapter
 from tests.serving.prophet import Prophet
 
 _random = random.Random(5)
@@ -157,6 +161,58 @@ def test_beams_are_those_of_a_batch_alone(artifact: tuple[Path, str]) -> None:
     assert len({tuple(one) for one in found[0]}) == 3
 
 
+def adapter_of_all(folder: Path, artifact: Path, seed: int) -> Path:
+    """Write an adapter of every module of every layer."""
+    rng, tensors = np.random.default_rng(seed), Tensors()
+    for name, module in modules_of(Artifact.read(artifact).manifest.model).items():
+        prefix = f"base_model.model.model.{name}.lora_"
+        a = rng.standard_normal((4, module.in_features)) / module.in_features**0.5
+        b = rng.standard_normal((module.out_features, 4)) / 2
+        tensors |= {f"{prefix}A.weight": a.astype("f"), f"{prefix}B.weight": b.astype("f")}
+    return write_adapter(folder / f"{seed}", tensors, target_modules="all-linear")
+
+
+def test_adapters_have_states_of_their_own(artifact: tuple[Path, str], tmp_path: Path) -> None:
+    """Cold and cached, alone and together, and where both take turns in one slot: the same tokens.
+
+    Of a prompt that was read with one adapter, nothing is found with another one or with none.
+    """
+    path, attention = artifact
+    folders = {f"{seed}": adapter_of_all(tmp_path, path, seed) for seed in (1, 2)}
+    names = (None, "1", "2", "1", None, "2")
+    prompts = [TokensPrompt(prompt_token_ids=PROMPTS[at]) for at in (1, 1, 1, 2, 2, 4)]
+    options = [RequestOptions(adapter=name) for name in names]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, n=2)
+    common: dict[str, Any] = {"provider": "cpu", "threads": 1, "matmul_accuracy_level": 1}
+    common |= {"attention": attention, "kv_cache_tokens": 2048, "block_size": 16}
+
+    def told(outputs: Any) -> list[list[tuple[int, ...]]]:
+        return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+
+    with LLM(path, **common, max_adapters=2, enable_prefix_caching=False) as llm:
+        for name, folder in folders.items():
+            llm.load_adapter(name, folder)
+        expected = [
+            told(llm.generate([prompt], params, options=[option]))[0]
+            for prompt, option in zip(prompts, options, strict=True)
+        ]
+    assert len({tokens for one in expected[:3] for tokens in one}) == 3  # adapters tell
+    for sizes in ({"max_adapters": 2}, {"max_adapters": 1, "max_host_adapters": 2}):
+        with LLM(path, **common, **sizes, max_num_seqs=12, max_num_batched_tokens=24) as llm:
+            for name, folder in folders.items():
+                llm.load_adapter(name, folder)
+            apart = [
+                llm.generate([prompt], params, options=[option])[0]
+                for prompt, option in zip(prompts[:3], options, strict=False)
+            ]
+            assert [output.num_cached_tokens for output in apart] == [0, 0, 0]
+            again = llm.generate(prompts, params, options=options)
+            assert all(output.num_cached_tokens >= 32 for output in again[:3])
+            llm._engine.check()
+        assert told(apart) == expected[:3]
+        assert told(again) == expected
+
+
 def test_verify(artifact: tuple[Path, str]) -> None:
     path, attention = artifact
     options = LoadOptions(threads=1, attention=attention)  # type: ignore[arg-type]
@@ -170,7 +226,7 @@ def test_verify(artifact: tuple[Path, str]) -> None:
 
 
 def test_what_does_not_go_with_states_is_refused(artifact: tuple[Path, str]) -> None:
-    with pytest.raises(OptionError, match=r"kv_host_memory .*; max_adapters .*\. Leave them out"):
+    with pytest.raises(OptionError, match=r"kv_host_memory .*\. Leave them out"):
         LLM(artifact[0], provider="cpu", kv_host_memory=1 << 20, max_adapters=1)
 
 

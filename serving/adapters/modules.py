@@ -1,0 +1,209 @@
+"""What modules of a trained model compute: the projections of its layers, by PEFT's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.graphs.linear_spec import LinearAttentionSpec
+from onnxport.graphs.lora import OF_FEED_FORWARD, PROJECTIONS, Projection, projection_shapes
+from onnxport.graphs.spec import ArchSpec
+
+# A module of a layer -> the projections that it computes, one below the other.
+_Modules = Mapping[str, tuple[Projection, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """What a family calls the modules of a layer."""
+
+    attention: _Modules
+    state: _Modules  # of a layer that keeps a state in place of keys and values
+    feed_forward: _Modules
+
+    def of_layer(self, base: ArchSpec, layer: int) -> _Modules:
+        """Those that a layer has, experts aside."""
+        mixer = self.state if base.is_linear(layer) else self.attention
+        own = projection_shapes(base, layer).keys()
+        return {
+            name: projections
+            for name, projections in {**mixer, **self.feed_forward}.items()
+            if own >= set(projections)
+        }
+
+
+_Q, _K, _V, _O = PROJECTIONS[:4]
+_ATTENTION: Final[_Modules] = {f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]}
+_GATED: Final[_Modules] = {**_ATTENTION, "self_attn.q_proj": (_Q, "attention_gate")}
+_MLP: Final[_Modules] = {f"mlp.{name}": (name,) for name in PROJECTIONS[4:]}
+_JOINED_MLP: Final[_Modules] = {
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.down_proj": ("down_proj",),
+}
+_SPACE: Final[_Modules] = {
+    "mamba.in_proj": ("linear_z", "linear_mixed", "linear_dt"),
+    "mamba.out_proj": (_O,),
+}
+_PLAIN: Final = _Names(attention=_ATTENTION, state={}, feed_forward=_MLP)
+_GLM: Final = replace(_PLAIN, feed_forward=_JOINED_MLP)
+_QWEN_3_5: Final = _Names(
+    attention=_GATED,
+    state={
+        "linear_attn.in_proj_qkv": ("linear_qkv",),
+        "linear_attn.in_proj_z": ("linear_z",),
+        "linear_attn.in_proj_b": ("linear_b",),
+        "linear_attn.in_proj_a": ("linear_a",),
+        "linear_attn.out_proj": (_O,),
+    },
+    feed_forward=_MLP,
+)
+_LFM2: Final = _Names(
+    attention={
+        **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
+        "self_attn.out_proj": (_O,),
+    },
+    state={
+        "conv.in_proj": ("conv_before", "conv_behind", "conv_values"),
+        "conv.out_proj": (_O,),
+    },
+    feed_forward={
+        "feed_forward.w1": ("gate_proj",),
+        "feed_forward.w3": ("up_proj",),
+        "feed_forward.w2": ("down_proj",),
+    },
+)
+_OTHERS: Final[Mapping[str, _Names]] = {  # by family
+    "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
+    "phi3": replace(
+        _GLM,
+        attention={"self_attn.qkv_proj": (_Q, _K, _V), "self_attn.o_proj": (_O,)},
+    ),
+    "glm": _GLM,
+    "glm4": _GLM,
+    "phi": replace(
+        _PLAIN,
+        attention={
+            **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
+            "self_attn.dense": (_O,),
+        },
+        feed_forward={"mlp.fc1": ("up_proj",), "mlp.fc2": ("down_proj",)},
+    ),
+    "starcoder2": replace(
+        _PLAIN, feed_forward={"mlp.c_fc": ("up_proj",), "mlp.c_proj": ("down_proj",)}
+    ),
+    "gpt_neox": replace(
+        _PLAIN,
+        attention={"attention.query_key_value": (_Q, _K, _V), "attention.dense": (_O,)},
+        feed_forward={
+            "mlp.dense_h_to_4h": ("up_proj",),
+            "mlp.dense_4h_to_h": ("down_proj",),
+        },
+    ),
+    "qwen3_5_text": _QWEN_3_5,
+    "qwen3_5_moe_text": _QWEN_3_5,
+    "qwen3_next": replace(
+        _QWEN_3_5,
+        state={
+            "linear_attn.in_proj_qkvz": ("linear_qkv", "linear_z"),
+            "linear_attn.in_proj_ba": ("linear_b", "linear_a"),
+            "linear_attn.out_proj": (_O,),
+        },
+    ),
+    "granitemoehybrid": _Names(
+        attention=_ATTENTION,
+        state=_SPACE,
+        feed_forward={
+            "shared_mlp.input_linear": ("gate_proj", "up_proj"),
+            "shared_mlp.output_linear": ("down_proj",),
+        },
+    ),
+    "bamba": _Names(
+        attention=_ATTENTION,
+        state=_SPACE,
+        feed_forward={f"feed_forward.{name}": (name,) for name in PROJECTIONS[4:]},
+    ),
+    "nemotron_h": _Names(
+        attention={f"mixer.{name}": (name,) for name in PROJECTIONS[:4]},
+        state={name.replace("mamba", "mixer"): one for name, one in _SPACE.items()},
+        feed_forward={"mixer.up_proj": ("up_proj",), "mixer.down_proj": ("down_proj",)},
+    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+}
+# Families whose feed-forward layers have the number behind that of what is ahead of them.
+_OF_BLOCKS: Final = frozenset({"nemotron_h"})
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A linear layer of the trained model, whose rows are those of projections of one layer.
+
+    Attributes:
+        layer: from 0.
+        parts: projections and how many rows of each there are, one below the other; a projection
+            may have several parts, in its own order.
+        in_features: columns.
+        heads: the rows lie head by head: of each first its share of the first part, and so on.
+    """
+
+    layer: int
+    parts: tuple[tuple[Projection, int], ...]
+    in_features: int
+    heads: int = 1
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all parts."""
+        return sum(rows for _, rows in self.parts)
+
+    def by_projection(self, rows: NDArray[np.float32]) -> dict[Projection, NDArray[np.float32]]:
+        """Rows of each projection in its own order, of [out_features, rank]."""
+        rank = rows.shape[1]
+        ends = np.cumsum([count // self.heads for _, count in self.parts])
+        heads = rows.reshape(self.heads, -1, rank)
+        found: dict[Projection, list[NDArray[np.float32]]] = {}
+        for (name, _), part in zip(self.parts, np.split(heads, ends[:-1], axis=1), strict=True):
+            found.setdefault(name, []).append(part.reshape(-1, rank))
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def modules_of(base: ArchSpec) -> dict[str, Module]:
+    """Return what adapters may add to, by names such as `layers.0.self_attn.q_proj`."""
+    names = _OTHERS.get(base.family, _PLAIN)
+    found = {}
+    for layer in range(base.num_layers):
+        shapes = projection_shapes(base, layer)
+        for name, projections in names.of_layer(base, layer).items():
+            block = layer
+            if base.family in _OF_BLOCKS:
+                block += sum(map(base.has_mlp, range(layer)))
+                block += projections[0] in OF_FEED_FORWARD
+            parts = [part for one in projections for part in _parts(base, one, shapes[one][0])]
+            columns, heads = shapes[projections[0]][1], _heads(base, projections)
+            found[f"layers.{block}.{name}"] = Module(layer, tuple(parts), columns, heads)
+    return found
+
+
+def _parts(base: ArchSpec, projection: Projection, rows: int) -> list[tuple[Projection, int]]:
+    """The parts of a projection: of delta nets' queries, keys and values each."""
+    if projection != "linear_qkv":
+        return [(projection, rows)]
+    assert isinstance(base.linear, LinearAttentionSpec)
+    sizes = (base.linear.key_width, base.linear.key_width, base.linear.value_width)
+    return [(projection, size) for size in sizes]
+
+
+def _heads(base: ArchSpec, projections: tuple[Projection, ...]) -> int:
+    """By how many heads the rows of a module lie; 1: not by heads."""
+    if "attention_gate" in projections and len(projections) > 1:
+        return base.num_heads
+    if base.family == "gpt_neox" and "q_proj" in projections:
+        return base.num_heads
+    if base.family == "qwen3_next" and len(projections) > 1:  # of delta nets
+        assert isinstance(base.linear, LinearAttentionSpec)
+        return base.linear.key_heads
+    return 1
