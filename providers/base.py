@@ -50,7 +50,7 @@ class Features:
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
     has_other_experts: bool = False  # likewise those with a GELU, or without a gate
-    has_states: bool = False  # layers of linear attention run, which keep states of sequences
+    has_states: bool = False  # layers run that keep states of sequences
     has_latents: bool = False  # multi-head latent attention is computed
     # Layers may have other heads than others, and read their keys and values.
     has_mixed_layers: bool = False
@@ -319,7 +319,7 @@ class Capabilities:
     # one which is overwritten afterwards leaves a trace in them.
     rounds_anew: bool = False
     # Slots for states of sequences, numbered from 1; 0: the model's layers have K/V alone. A state
-    # is what layers of linear attention know of all tokens of a sequence so far; that of no tokens
+    # is what layers with a state know of all tokens of a sequence so far; that of no tokens
     # is slot 0.
     state_slots: int = 0
     state_bytes: int = 0  # of one slot over all layers that have states; 0 without slots

@@ -63,7 +63,7 @@ def plan_pool(
         item_bytes: Bytes of one cache element, its share of scales included.
         free_bytes: Memory that can be taken before the weights are loaded; None: not known.
         weight_bytes: What the weights will take of it.
-        state_bytes: What the states of sequences will, which layers of linear attention have.
+        state_bytes: What the states of sequences will, which layers with a state have.
         buffer_bytes: The largest buffer that the device has, for the keys or values of a layer.
         groups: Layers that share block tables; None: all do, and none gives blocks up.
         row_bytes: Bytes of a row of so many channels, for layers whose heads have several sizes;

@@ -1,4 +1,4 @@
-"""Memory for the states of sequences that layers of linear attention keep, and who has none."""
+"""Memory for the states of sequences that layers keep, and who has none."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def plan_states(
         fits = buffer_bytes // max(_sizes(spec, conv_item_bytes)) - 1 - num_spare
         if fits < SLOTS_PER_SEQUENCE <= num_slots:
             raise CapacityError(
-                f"the states of layers of linear attention do not fit: the device's buffers hold "
+                f"the states of sequences do not fit: the device's buffers hold "
                 f"{buffer_bytes} bytes, and of the largest states of a layer there are to be "
                 f"{SLOTS_PER_SEQUENCE + 1 + num_spare} of {max(_sizes(spec, conv_item_bytes))} "
                 "bytes in one; choose another provider"
@@ -145,7 +145,7 @@ def plan_states(
         if free_bytes is not None:
             there = f"{free_bytes} are free and the weights take {weight_bytes}{cache}"
         raise CapacityError(
-            f"the states of layers of linear attention do not fit: each sequence needs "
+            f"the states of sequences do not fit: each sequence needs "
             f"{times * SLOTS_PER_SEQUENCE} of {size} bytes{copies}, and another one is all zeros; "
             f"state_slots is "
             f"{wanted}, and {left} bytes are left, of which they may take {STATE_SHARE:.0%}, for "
@@ -187,7 +187,7 @@ def refuse_states(artifact: Artifact, provider: str) -> None:
     """Raise ProviderError where what keeps no states is given a model that has some."""
     if artifact.manifest.model.linear is not None:
         raise ProviderError(
-            f"{provider} does not run layers of linear attention, which {artifact.path.name} has; "
+            f"{provider} does not run layers that keep states, which {artifact.path.name} has; "
             "use another provider, such as cpu"
         )
 

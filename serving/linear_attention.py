@@ -1,4 +1,4 @@
-"""Models with layers of linear attention, which have states: what goes with them, and what not.
+"""Models whose layers keep states of sequences: what goes with them, and what not.
 
 A state stands for all tokens of a sequence so far. It cannot go back behind some of them, so where
 guesses proved wrong a request goes on from the state before that step (`Request.num_owed_tokens`).
@@ -49,7 +49,7 @@ def check_options(config: EngineConfig, *, reads_states: bool = False) -> None:
         )
     if refused:
         raise OptionError(
-            "this model has layers of linear attention, which keep a state of each sequence, and "
+            "this model has layers that keep a state of each sequence, and "
             f"these options do not go with it: {'; '.join(refused)}. Leave them out"
         )
 

@@ -247,7 +247,7 @@ def _check_fallback(name: str, provider: str, artifact: Artifact, *, pools: bool
     model, able = artifact.manifest.model, probe.features
     lacks = None
     if model.linear is not None and not (able and able.has_states):
-        lacks = f"the model has layers of linear attention, which {name} does not run"
+        lacks = f"the model has layers that keep states, which {name} does not run"
     elif model.latent is not None and not (able and able.has_latents):
         lacks = f"the model has multi-head latent attention, which {name} does not compute"
     elif model.has_mixed_layers and not (able and able.has_mixed_layers):

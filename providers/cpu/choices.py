@@ -40,7 +40,7 @@ def choose_kernel(options: LoadOptions, spec: ArchSpec) -> Path | None:
 
     Raises:
         ProviderError: Another attention was asked for than there is, or ours, whose kernels have no
-            room for the sizes of layers of linear attention.
+            room for the sizes of layers with a state.
     """
     if options.attention not in (None, "custom", "decomposed"):
         raise ProviderError(
@@ -81,7 +81,7 @@ def _unfit(spec: ArchSpec) -> str:
 
 
 def _why_not_linear(spec: ArchSpec) -> str:
-    """Why the kernels cannot run layers of linear attention; "" where they can."""
+    """Why the kernels cannot run layers with a state; "" where they can."""
     linear = spec.linear
     if linear is None:
         return ""

@@ -161,7 +161,7 @@ def check_draft(config: SpeculationConfig, target: Path) -> None:
     head = _spec(config.model).draft
     if _spec(config.model).linear is not None:
         raise ArtifactError(
-            f"{config.model} has layers of linear attention, whose states cannot go back behind "
+            f"{config.model} has layers that keep states, which cannot go back behind "
             "guesses that prove wrong; take a draft model that has attention alone"
         )
     if (head is not None) != (config.method == "eagle3"):

@@ -1,4 +1,4 @@
-"""Models with layers of linear attention on the `cpu` provider."""
+"""Models whose layers keep states on the `cpu` provider."""
 
 from __future__ import annotations
 
@@ -357,7 +357,7 @@ def test_what_does_not_fit_is_refused_before_it_is_lowered(
     path, _ = made("qwen3.5", "fp32")
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     monkeypatch.setattr("onnxport.providers.cpu.graph_source.GraphSource.lowered", None)
-    with pytest.raises(CapacityError, match="the states of layers of linear attention do not fit"):
+    with pytest.raises(CapacityError, match="the states of sequences do not fit"):
         CpuProvider().load(Artifact.read(path), LoadOptions())
 
 

@@ -1,4 +1,4 @@
-"""Models with layers of linear attention on devices that ONNX Runtime drives, emulated here."""
+"""Models whose layers keep states on devices that ONNX Runtime drives, emulated here."""
 
 from __future__ import annotations
 

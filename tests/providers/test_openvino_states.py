@@ -1,4 +1,4 @@
-"""Models with layers of linear attention on OpenVINO, which takes the states of a step's rows."""
+"""Models whose layers keep states on OpenVINO, which takes the states of a step's rows."""
 
 from __future__ import annotations
 
@@ -195,6 +195,6 @@ def test_what_does_not_go_with_them(find: Finder, options: Mapping[str, Any], me
 
 def test_a_gpu_refuses_them(find: Finder) -> None:
     artifact = Artifact.read(find("qwen3.5"))
-    wanted = "openvino on a GPU.1 does not run layers of linear attention.*; use another provider"
+    wanted = "openvino on a GPU.1 does not run layers that keep states.*; use another provider"
     with pytest.raises(ProviderError, match=wanted):
         openvino._for_states(artifact, GpuPlugin("GPU.1"), LoadOptions())

@@ -398,7 +398,7 @@ def test_what_does_not_go_with_states_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "hidden_layers", lambda config: (1,))  # the head's, which is read
-    with pytest.raises(OptionError, match=f"layers of linear attention.* {words}"):
+    with pytest.raises(OptionError, match=f"layers that keep a state.* {words}"):
         loading.open_engine(
             tmp_path, "cpu", LoadOptions(**options), EngineConfig(**config), needs_tokenizer=False
         )

@@ -340,5 +340,5 @@ def test_a_draft_model_that_has_states_is_refused(monkeypatch: pytest.MonkeyPatc
     spec = SimpleNamespace(draft=None, linear=SimpleNamespace())
     monkeypatch.setattr(build, "_spec", lambda path: spec)
     config = SpeculationConfig("draft_model", model=Path("draft"), kv_cache_tokens=256)
-    with pytest.raises(ArtifactError, match=r"draft has layers of linear attention.* cannot go"):
+    with pytest.raises(ArtifactError, match=r"draft has layers that keep states.* cannot go"):
         build.check_draft(config, Path("target"))

@@ -607,7 +607,7 @@ def test_a_model_without_room_for_a_sequence_is_refused() -> None:
 def test_options_that_do_not_go_with_states_are_refused(
     options: dict[str, object], words: str
 ) -> None:
-    with pytest.raises(OptionError, match=f"this model has layers of linear attention.*{words}"):
+    with pytest.raises(OptionError, match=f"this model has layers that keep a state.*{words}"):
         null_engine(state_slots=16, **options)  # type: ignore[arg-type]
 
 
