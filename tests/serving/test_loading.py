@@ -386,7 +386,6 @@ def test_what_takes_over_has_as_many_states(stateful: list[LoadOptions], tmp_pat
     [
         ({"kv_host_memory": 1 << 20}, {}, "kv_host_memory"),
         ({"speculation": SpeculationConfig("eagle3", model=Path("head"))}, {}, "speculation by"),
-        ({}, {"max_adapters": 1}, "max_adapters"),
     ],
 )
 def test_what_does_not_go_with_states_is_refused_before_anything_is_loaded(
