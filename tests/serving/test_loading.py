@@ -382,25 +382,22 @@ def test_what_takes_over_has_as_many_states(stateful: list[LoadOptions], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "words"),
+    ("config", "words"),
     [
-        ({"kv_host_memory": 1 << 20}, {}, "kv_host_memory"),
-        ({"speculation": SpeculationConfig("eagle3", model=Path("head"))}, {}, "speculation by"),
+        ({"kv_host_memory": 1 << 20}, "kv_host_memory"),
+        ({"speculation": SpeculationConfig("eagle3", model=Path("head"))}, "speculation by"),
     ],
 )
 def test_what_does_not_go_with_states_is_refused_before_anything_is_loaded(
     stateful: list[LoadOptions],
     tmp_path: Path,
     config: dict[str, Any],
-    options: dict[str, Any],
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "hidden_layers", lambda config: (1,))  # the head's, which is read
     with pytest.raises(OptionError, match=f"layers that keep a state.* {words}"):
-        loading.open_engine(
-            tmp_path, "cpu", LoadOptions(**options), EngineConfig(**config), needs_tokenizer=False
-        )
+        loading.open_engine(tmp_path, "cpu", None, EngineConfig(**config), needs_tokenizer=False)
     assert not stateful
 
 
