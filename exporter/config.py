@@ -313,7 +313,7 @@ def decoder_spec(
         theta: `rope_theta` where absent.
         partial_rotary_factor: likewise.
         rope: RoPE keys in the new spelling; None: the configuration's.
-        hidden_act: the activation, one of graphs.spec.HIDDEN_ACTS; None: `hidden_act`, a SiLU.
+        hidden_act: the activation, of `spec_checks.HIDDEN_ACTS`; None: `hidden_act`, a SiLU.
         tied: `tie_word_embeddings` where absent.
         epsilon: What the norms' epsilon is called.
 

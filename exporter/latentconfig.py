@@ -9,7 +9,8 @@ from onnxport.errors import CheckpointError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.ropeconfig import rope_parameters
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.spec import ArchSpec, RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
+from onnxport.graphs.spec import ArchSpec
 
 INNER_EPSILON = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 # What training, loading or transformers' own bookkeeping reads.

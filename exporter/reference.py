@@ -18,7 +18,8 @@ from onnxport.exporter.plan import EMBEDDING, LAYER_INPUTS, XIELU
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
-from onnxport.graphs.spec import ArchSpec, RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
+from onnxport.graphs.spec import ArchSpec
 
 Array = NDArray[np.float32]
 

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.graphs.spec import RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
 
 
 def tables(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.graphs.spec import ROPE_PARAMETERS, RopeSpec
+from onnxport.graphs.rope_spec import ROPE_PARAMETERS, RopeSpec
 
 if TYPE_CHECKING:
     from onnxport.exporter.config import Config

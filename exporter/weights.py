@@ -25,7 +25,8 @@ from onnxport.exporter.plan import EMBEDDING, EXPERTS, HEAD, TABLES, MatrixPlan,
 from onnxport.exporter.quantize import BlockFormat
 from onnxport.exporter.target import Target, to_dtype
 from onnxport.graphs.artifact_writer import ArtifactWriter
-from onnxport.graphs.spec import ArchSpec, RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
+from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
 _PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32

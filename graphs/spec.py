@@ -6,7 +6,6 @@ type is an error, because each of them changes what the model computes.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,100 +21,14 @@ from onnxport.graphs.fields import (
     flags,
     is_a,
     plain,
-    require,
     with_nulls,
     without_nulls,
 )
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import (
-    LinearSpec,
-    ShortConvSpec,
-    linear_from_json,
-    linear_to_json,
-)
-
-GATES: Final = ("silu", "gelu_tanh")  # activations of feed-forward layers with a gate
-HIDDEN_ACTS: Final = (*GATES, "gelu", "relu2", "xielu")
-
-# RoPE type -> the optional RopeSpec fields that it needs (the others stay None).
-ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_context_length"),
-    "llama3": ("factor", "original_context_length", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_context_length", "beta_fast", "beta_slow", "truncate"),
-    "longrope": ("original_context_length", "factors"),
-    "proportional": ("factor", "rotated_pairs"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary position embedding; the exporter turns it into the cos and sin tables.
-
-    Parameters are those of transformers' `modeling_rope_utils`. Raises ValueError when a
-    parameter of the type is missing, or one of another type is given.
-    """
-
-    type: str  # default, linear, dynamic, llama3, yarn, longrope, proportional
-    theta: float  # base of the geometric frequency series
-    rotary_dim: int  # leading channels of a head that rotate, even
-    interleaved: bool = False  # pairs (0, 1), (2, 3), … instead of (i, i + rotary_dim / 2)
-    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
-    factor: float | None = None  # context extension ratio
-    original_context_length: int | None = None  # tokens that the model was first trained on
-    low_freq_factor: float | None = None  # llama3
-    high_freq_factor: float | None = None  # llama3
-    beta_fast: float | None = None  # yarn, rotations where interpolation starts
-    beta_slow: float | None = None  # yarn, rotations where interpolation is complete
-    truncate: bool | None = None  # yarn, round the correction range to whole channels
-    factors: tuple[float, ...] | None = None  # longrope, of each pair's wavelength
-    rotated_pairs: int | None = None  # proportional, the first of rotary_dim / 2 that really turn
-
-    def __post_init__(self) -> None:
-        """Hold the parameters to what the type needs."""
-        if self.type not in ROPE_PARAMETERS:
-            raise ValueError(f"rope type {self.type!r} is not one of {sorted(ROPE_PARAMETERS)}")
-        require(self.theta > 0, f"rope theta {self.theta} must be positive")
-        require(
-            self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
-            f"rotary_dim {self.rotary_dim} must be positive and even",
-        )
-        needed = ROPE_PARAMETERS[self.type]
-        for field in dataclasses.fields(self):
-            if field.default is not None:
-                continue
-            given = getattr(self, field.name) is not None
-            if given != (field.name in needed):
-                found = "is not a parameter of" if given else "is missing for"
-                raise ValueError(f"{field.name} {found} rope type {self.type!r}, needs {needed}")
-        if self.factors is not None:
-            require(
-                len(self.factors) == self.rotary_dim // 2 and all(one > 0 for one in self.factors),
-                f"factors are {self.factors} for {self.rotary_dim // 2} pairs of channels; there "
-                "must be one for each, all positive",
-            )
-        if self.rotated_pairs is not None:
-            require(
-                0 < self.rotated_pairs <= self.rotary_dim // 2,
-                f"rotated_pairs is {self.rotated_pairs}; it must be from 1 to the "
-                f"{self.rotary_dim // 2} pairs of channels",
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return without_nulls(plain(self), _LATER_OF_ROPE)
-
-    @classmethod
-    def from_json(cls, value: Any) -> RopeSpec:
-        """Read what `to_json` wrote. Raises ArtifactError for anything else."""
-        fields = check_fields("rope", with_nulls(value, _LATER_OF_ROPE), _ROPE_FIELDS)
-        if fields["factors"] is not None:
-            if not all(is_a(factor, float) for factor in fields["factors"]):
-                raise ArtifactError("rope.factors has an entry that is no finite number")
-            fields["factors"] = tuple(map(float, fields["factors"]))
-        return construct(cls, "rope", fields)
+from onnxport.graphs.linear_spec import LinearSpec, linear_from_json, linear_to_json
+from onnxport.graphs.rope_spec import RopeSpec
+from onnxport.graphs.spec_checks import SIZES, check_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +47,7 @@ class ArchSpec:
     head_size: int
     vocab_size: int
     rms_norm_eps: float
-    hidden_act: str  # one of HIDDEN_ACTS
+    hidden_act: str  # one of spec_checks.HIDDEN_ACTS
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
@@ -187,270 +100,8 @@ class ArchSpec:
     layer_input_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the sizes agree."""
-        for name in _SIZES:
-            require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
-        )
-        global_size = self.head_size if self.global_heads is None else self.global_heads.head_size
-        require(
-            self.rope.rotary_dim <= global_size,
-            f"rotary_dim {self.rope.rotary_dim} exceeds head_size {global_size}",
-        )
-        require(
-            self.local_rope is None or self.local_rope.rotary_dim <= self.head_size,
-            f"local_rope {self.local_rope} exceeds head_size {self.head_size}",
-        )
-        require(
-            len(self.sliding_window) == self.num_layers,
-            f"sliding_window has {len(self.sliding_window)} entries for {self.num_layers} layers",
-        )
-        require(
-            all(window is None or window > 0 for window in self.sliding_window),
-            f"sliding windows must be positive or None, are {self.sliding_window}",
-        )
-        require(
-            self.rotated_layers is None or len(self.rotated_layers) == self.num_layers,
-            f"rotated_layers are {self.rotated_layers} for {self.num_layers} layers",
-        )
-        require(
-            self.experts is None
-            or self.experts.layers is None
-            or len(self.experts.layers) == self.num_layers,
-            f"experts are {self.experts} for {self.num_layers} layers",
-        )
-        bounded = self.experts and (
-            self.experts.alpha or self.experts.up_offset or self.experts.limit
-        )
-        require(
-            not bounded or self.hidden_act == "silu",
-            f"experts with alpha, up_offset or limit have the activation silu, hidden_act is "
-            f"{self.hidden_act!r}",
-        )
-        require(
-            self.experts is None or not self.experts.apart or bool(self.output_norms),
-            "experts apart need output_norms",
-        )
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{name} must be positive, is {value}")
-        require(
-            not self.raw_inputs or self.residual_scale is None,
-            "residual_scale needs norms on what layers read, and raw_inputs says there are none",
-        )
-        if self.latent is not None:
-            self._check_latent(self.latent)
-        require(
-            not (self.attention_gate and self.qkv_bias),
-            "attention_gate and qkv_bias exclude each other",
-        )
-        self._check_linear()
-        self._check_mlp()
-        self._check_heads()
-        self._check_order()
-        self._check_parallel()
-        self._check_ungated()
-        if self.hidden_act not in HIDDEN_ACTS:
-            raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
-
-    def _check_latent(self, latent: LatentSpec) -> None:
-        """Check what goes with latent attention."""
-        require(
-            (self.num_kv_heads, self.head_size) == (1, latent.row_size),
-            f"of latent attention a token has one row of {latent.row_size} channels in the cache: "
-            f"num_kv_heads is {self.num_kv_heads} and head_size is {self.head_size}",
-        )
-        require(
-            self.rope.rotary_dim == latent.rope_size and self.rotated_layers is None,
-            f"latent attention rotates {latent.rope_size} channels in every layer, and rotary_dim "
-            f"is {self.rope.rotary_dim}, rotated_layers are {self.rotated_layers}",
-        )
-        require(
-            self.attention_scale is not None,
-            "latent attention needs an attention_scale, for rows are wider than heads",
-        )
-        others = {
-            "qkv_bias": self.qkv_bias,
-            "qk_norm": self.qk_norm,
-            "attention_sinks": self.attention_sinks,
-            "attention_softcap": self.attention_softcap,
-            "sliding_window": any(self.sliding_window),
-            "draft": self.draft,
-            "linear": self.linear,
-            "attention_gate": self.attention_gate,
-        }
-        found = [name for name, one in others.items() if one]
-        require(not found, f"latent attention does not go with {' and '.join(found)}")
-
-    def _check_linear(self) -> None:
-        """Check what layers without attention need."""
-        if self.linear is None:
-            return
-        require(
-            len(self.linear.layers) == self.num_layers,
-            f"linear.layers are {list(self.linear.layers)} for {self.num_layers} layers",
-        )
-        require(
-            not isinstance(self.linear, ShortConvSpec) or self.linear.channels == self.hidden_size,
-            f"short convolutions have a channel for each of the residual stream's "
-            f"{self.hidden_size}; linear is {self.linear}",
-        )
-        require(self.draft is None, "a draft head has attention in each layer, linear says not")
-        require(
-            self.sliding_window == (None,) * self.num_layers,
-            f"beside linear attention no layer has a sliding window; they are "
-            f"{self.sliding_window}",
-        )
-
-    def _check_mlp(self) -> None:
-        """Check what goes with layers without a feed-forward layer."""
-        if self.mlp_layers is None:
-            return
-        require(
-            len(self.mlp_layers) == self.num_layers,
-            f"mlp_layers are {self.mlp_layers} for {self.num_layers} layers",
-        )
-        others = {
-            "draft": self.draft,
-            "parallel_layers": self.parallel_layers,
-            "output_norms": self.output_norms,
-        }
-        found = [other for other, one in others.items() if one]
-        require(not found, f"mlp_layers does not go with {' and '.join(found)}")
-        bare = [i for i in range(self.num_layers) if self.experts_of(i) and not self.has_mlp(i)]
-        require(not bare, f"layers {bare} have experts, and by mlp_layers no feed-forward layer")
-
-    def _check_heads(self) -> None:
-        """Check what goes with layers that differ, and with what they add besides."""
-        found = [name for name in _OF_LAYERS if getattr(self, name)]
-        others = {
-            "qkv_bias": self.qkv_bias,
-            "whole_qk_norm": self.whole_qk_norm,
-            "attention_gate": self.attention_gate,
-            "raw_inputs": self.raw_inputs,
-            "parallel_layers": self.parallel_layers,
-            "qk_norm_last": self.qk_norm_last,
-            "draft": self.draft,
-            "latent": self.latent,
-            "linear": self.linear,
-            "ungated": self.ungated,
-            "mlp_layers": self.mlp_layers,
-            "norm_biases": self.norm_biases,
-            "apart_qk_norm": self.apart_qk_norm,
-            "qk_norm = false": not self.qk_norm,
-            "output_norms = false": not self.output_norms,
-        }
-        wrong = [name for name, one in others.items() if one]
-        require(
-            not (found and wrong), f"{' and '.join(found)} does not go with {' and '.join(wrong)}"
-        )
-        if self.global_heads is not None:
-            heads = self.global_heads
-            require(
-                self.num_heads % heads.num_kv_heads == 0,
-                f"num_heads {self.num_heads} is not a multiple of the {heads.num_kv_heads} KV "
-                "heads of layers without a window",
-            )
-            require(
-                len(set(map(bool, self.sliding_window))) == 2,
-                "global_heads needs layers with and without a window",
-            )
-            require(
-                heads.head_size == self.head_size or self.local_rope is not None,
-                "global_heads of another size needs a local_rope",
-            )
-            require(
-                self.attention_scale is not None,
-                "global_heads needs an attention_scale, for heads are of two sizes",
-            )
-        shared = self.shared_kv_layers
-        if shared is None:
-            require(
-                self.shared_kv_intermediate_size is None,
-                "shared_kv_intermediate_size needs shared_kv_layers",
-            )
-            return
-        own = self.sliding_window[: max(0, self.num_layers - shared)]
-        require(
-            0 < shared < self.num_layers and set(own) == set(self.sliding_window),
-            f"shared_kv_layers is {shared} of {self.num_layers} layers; ahead of these there must "
-            f"be one of each window: {self.sliding_window}",
-        )
-
-    def _check_parallel(self) -> None:
-        """Check what goes with LayerNorm, and with attention and MLP side by side."""
-        others = {
-            "raw_inputs": self.raw_inputs,
-            "output_norms": self.output_norms,
-            "qk_norm": self.qk_norm and self.layer_norms and not self.apart_qk_norm,
-            "draft": self.draft,
-            "latent": self.latent,
-            "linear": self.linear,
-        }
-        for name in ("layer_norms", "parallel_layers"):
-            found = [other for other, one in others.items() if one]
-            require(
-                not (getattr(self, name) and found),
-                f"{name} does not go with {' and '.join(found)}",
-            )
-
-        require(
-            bool(self.layer_norms) or not self.norm_biases,
-            "norm_biases needs layer_norms, for other norms have none",
-        )
-        require(
-            bool(self.parallel_layers) or not self.parallel_norms,
-            "parallel_norms needs parallel_layers, for others have both norms anyway",
-        )
-
-        require(
-            not self.apart_qk_norm or (self.qk_norm and not self.whole_qk_norm),
-            f"apart_qk_norm is of norms of each head: qk_norm is {self.qk_norm}, whole_qk_norm is "
-            f"{self.whole_qk_norm}",
-        )
-
-    def _check_ungated(self) -> None:
-        """Check what goes with feed-forward layers without a gate, and with a bias of logits."""
-        require(
-            bool(self.ungated) or self.hidden_act in GATES or self.hidden_act not in HIDDEN_ACTS,
-            f"hidden_act {self.hidden_act!r} needs layers without a gate, ungated; with one it is "
-            f"one of {GATES}",
-        )
-        require(not (self.ungated and self.draft), "ungated does not go with draft")
-        experts = self.experts
-        require(
-            not self.ungated
-            or experts is None
-            or (self.hidden_act == "relu2" and not experts.biased and not experts.apart),
-            f"experts without a gate have the activation relu2, no biases, and one norm with a "
-            f"layer beside them: hidden_act is {self.hidden_act!r}, experts are {experts}",
-        )
-        require(
-            not (self.head_bias and (self.tie_word_embeddings or self.draft)),
-            "head_bias needs a head of a model's own; embeddings have no bias",
-        )
-
-    def _check_order(self) -> None:
-        """Check what goes with norms of queries and keys behind RoPE."""
-        if not self.qk_norm_last:
-            return
-        require(
-            self.qk_norm and not self.whole_qk_norm and not self.apart_qk_norm,
-            f"qk_norm_last is of norms that heads share: qk_norm is {self.qk_norm}, whole_qk_norm "
-            f"is {self.whole_qk_norm}, apart_qk_norm is {self.apart_qk_norm}",
-        )
-        require(
-            self.ropes == (self.rope,) and self.rotated_layers is None,
-            f"ahead of norms one RoPE rotates all layers; local_rope is {self.local_rope}, "
-            f"rotated_layers are {self.rotated_layers}",
-        )
-        require(
-            self.rope.rotary_dim == self.head_size and not self.rope.interleaved,
-            f"ahead of norms all of {self.head_size} channels rotate, and no neighbours do: "
-            f"rotary_dim is {self.rope.rotary_dim}, interleaved is {self.rope.interleaved}",
-        )
+        """Check that sizes agree, and that parts go together."""
+        check_spec(self)
 
     @property
     def cache_parts(self) -> int:
@@ -653,48 +304,9 @@ class ArchSpec:
         return construct(cls, "model", fields)
 
 
-_ROPE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
-    "type": (str,),
-    "theta": (float,),
-    "rotary_dim": (int,),
-    "interleaved": (bool,),
-    "attention_factor": (float,),
-    "factor": (float, NONE),
-    "original_context_length": (int, NONE),
-    "low_freq_factor": (float, NONE),
-    "high_freq_factor": (float, NONE),
-    "beta_fast": (float, NONE),
-    "beta_slow": (float, NONE),
-    "truncate": (bool, NONE),
-    "factors": (list, NONE),
-    "rotated_pairs": (int, NONE),
-}
-_SIZES: Final = (
-    "num_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "vocab_size",
-    "rms_norm_eps",
-    "context_length",
-)
-_POSITIVE: Final = (
-    *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
-    *("shared_kv_intermediate_size", "layer_input_size"),
-)
-# What layers of one model may differ in, or have besides.
-_OF_LAYERS: Final = (
-    "global_heads",
-    "value_norm",
-    "shared_kv_layers",
-    "layer_scales",
-    "layer_input_size",
-)
 _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "family": (str,),
-    **dict.fromkeys(_SIZES, (int,)),
+    **dict.fromkeys(SIZES, (int,)),
     "rms_norm_eps": (float,),
     "hidden_act": (str,),
     "qkv_bias": (bool,),
@@ -750,4 +362,3 @@ _LATER: Final = (
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size"),
 )
-_LATER_OF_ROPE: Final = ("factors", "rotated_pairs")

@@ -11,7 +11,8 @@ from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gemma import TENSORS, gemma_spec
 from onnxport.exporter.families.wrapped import wrapped
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
-from onnxport.graphs.spec import ArchSpec, RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
+from onnxport.graphs.spec import ArchSpec
 
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"

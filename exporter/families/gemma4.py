@@ -20,7 +20,8 @@ from onnxport.exporter.families.wrapped import newer_names, wrapped
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.heads_spec import HeadsSpec
-from onnxport.graphs.spec import ArchSpec, RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
+from onnxport.graphs.spec import ArchSpec
 
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"

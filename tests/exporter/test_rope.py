@@ -22,7 +22,7 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.ropeconfig import read_rope
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.spec import RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
 from tests.exporter import checkpoints
 from tests.exporter.run_graphs import Graph, Kind
 

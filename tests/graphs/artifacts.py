@@ -17,7 +17,8 @@ from onnxport.graphs.artifact import Artifact, Manifest, Source
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.spec import ArchSpec, RopeSpec
+from onnxport.graphs.rope_spec import RopeSpec
+from onnxport.graphs.spec import ArchSpec
 
 VOCAB, HIDDEN, BLOCK = 96, 128, 32
 

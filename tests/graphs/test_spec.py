@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from onnxport.errors import ArtifactError
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.heads_spec import HeadsSpec
-from onnxport.graphs.spec import ROPE_PARAMETERS, ArchSpec, RopeSpec
+from onnxport.graphs.rope_spec import ROPE_PARAMETERS, RopeSpec
+from onnxport.graphs.spec import ArchSpec
 from tests.graphs.artifacts import LATENT, OF_LATENTS, SPEC
 
 PARAMETERS: dict[str, Any] = {

@@ -1,0 +1,318 @@
+"""What an ArchSpec is held to: which sizes and parts of a decoder go together.
+
+`spec.ArchSpec` calls `check_spec` when it is made. The first contradiction found is the one told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from onnxport.graphs.fields import require
+from onnxport.graphs.latent_spec import LatentSpec
+from onnxport.graphs.linear_spec import ShortConvSpec
+
+if TYPE_CHECKING:
+    from onnxport.graphs.spec import ArchSpec
+
+GATES: Final = ("silu", "gelu_tanh")  # activations of feed-forward layers with a gate
+HIDDEN_ACTS: Final = (*GATES, "gelu", "relu2", "xielu")
+SIZES: Final = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "vocab_size",
+    "rms_norm_eps",
+    "context_length",
+)
+_POSITIVE: Final = (
+    *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
+    *("shared_kv_intermediate_size", "layer_input_size"),
+)
+# What layers of one model may differ in, or have besides.
+_OF_LAYERS: Final = (
+    "global_heads",
+    "value_norm",
+    "shared_kv_layers",
+    "layer_scales",
+    "layer_input_size",
+)
+
+
+def check_spec(spec: ArchSpec) -> None:
+    """Check that sizes agree, and that parts go together. Raises ValueError when not."""
+    _check_sizes(spec)
+    _check_experts(spec)
+    for name in _POSITIVE:
+        value = getattr(spec, name)
+        require(value is None or value > 0, f"{name} must be positive, is {value}")
+    require(
+        not spec.raw_inputs or spec.residual_scale is None,
+        "residual_scale needs norms on what layers read, and raw_inputs says there are none",
+    )
+    if spec.latent is not None:
+        _check_latent(spec, spec.latent)
+    require(
+        not (spec.attention_gate and spec.qkv_bias),
+        "attention_gate and qkv_bias exclude each other",
+    )
+    _check_linear(spec)
+    _check_mlp(spec)
+    _check_heads(spec)
+    _check_order(spec)
+    _check_parallel(spec)
+    _check_ungated(spec)
+    if spec.hidden_act not in HIDDEN_ACTS:
+        raise ValueError(f"hidden_act {spec.hidden_act!r} is not one of {HIDDEN_ACTS}")
+
+
+def _check_sizes(spec: ArchSpec) -> None:
+    """Check sizes, and what has an entry for each layer."""
+    for name in SIZES:
+        require(getattr(spec, name) > 0, f"{name} must be positive, is {getattr(spec, name)}")
+    require(
+        spec.num_heads % spec.num_kv_heads == 0,
+        f"num_heads {spec.num_heads} is not a multiple of num_kv_heads {spec.num_kv_heads}",
+    )
+    global_size = spec.head_size if spec.global_heads is None else spec.global_heads.head_size
+    require(
+        spec.rope.rotary_dim <= global_size,
+        f"rotary_dim {spec.rope.rotary_dim} exceeds head_size {global_size}",
+    )
+    require(
+        spec.local_rope is None or spec.local_rope.rotary_dim <= spec.head_size,
+        f"local_rope {spec.local_rope} exceeds head_size {spec.head_size}",
+    )
+    require(
+        len(spec.sliding_window) == spec.num_layers,
+        f"sliding_window has {len(spec.sliding_window)} entries for {spec.num_layers} layers",
+    )
+    require(
+        all(window is None or window > 0 for window in spec.sliding_window),
+        f"sliding windows must be positive or None, are {spec.sliding_window}",
+    )
+    require(
+        spec.rotated_layers is None or len(spec.rotated_layers) == spec.num_layers,
+        f"rotated_layers are {spec.rotated_layers} for {spec.num_layers} layers",
+    )
+
+
+def _check_experts(spec: ArchSpec) -> None:
+    """Check what goes with experts."""
+    require(
+        spec.experts is None
+        or spec.experts.layers is None
+        or len(spec.experts.layers) == spec.num_layers,
+        f"experts are {spec.experts} for {spec.num_layers} layers",
+    )
+    bounded = spec.experts and (spec.experts.alpha or spec.experts.up_offset or spec.experts.limit)
+    require(
+        not bounded or spec.hidden_act == "silu",
+        f"experts with alpha, up_offset or limit have the activation silu, hidden_act is "
+        f"{spec.hidden_act!r}",
+    )
+    require(
+        spec.experts is None or not spec.experts.apart or bool(spec.output_norms),
+        "experts apart need output_norms",
+    )
+
+
+def _check_latent(spec: ArchSpec, latent: LatentSpec) -> None:
+    """Check what goes with latent attention."""
+    require(
+        (spec.num_kv_heads, spec.head_size) == (1, latent.row_size),
+        f"of latent attention a token has one row of {latent.row_size} channels in the cache: "
+        f"num_kv_heads is {spec.num_kv_heads} and head_size is {spec.head_size}",
+    )
+    require(
+        spec.rope.rotary_dim == latent.rope_size and spec.rotated_layers is None,
+        f"latent attention rotates {latent.rope_size} channels in every layer, and rotary_dim "
+        f"is {spec.rope.rotary_dim}, rotated_layers are {spec.rotated_layers}",
+    )
+    require(
+        spec.attention_scale is not None,
+        "latent attention needs an attention_scale, for rows are wider than heads",
+    )
+    others = {
+        "qkv_bias": spec.qkv_bias,
+        "qk_norm": spec.qk_norm,
+        "attention_sinks": spec.attention_sinks,
+        "attention_softcap": spec.attention_softcap,
+        "sliding_window": any(spec.sliding_window),
+        "draft": spec.draft,
+        "linear": spec.linear,
+        "attention_gate": spec.attention_gate,
+    }
+    found = [name for name, one in others.items() if one]
+    require(not found, f"latent attention does not go with {' and '.join(found)}")
+
+
+def _check_linear(spec: ArchSpec) -> None:
+    """Check what layers without attention need."""
+    if spec.linear is None:
+        return
+    require(
+        len(spec.linear.layers) == spec.num_layers,
+        f"linear.layers are {list(spec.linear.layers)} for {spec.num_layers} layers",
+    )
+    require(
+        not isinstance(spec.linear, ShortConvSpec) or spec.linear.channels == spec.hidden_size,
+        f"short convolutions have a channel for each of the residual stream's "
+        f"{spec.hidden_size}; linear is {spec.linear}",
+    )
+    require(spec.draft is None, "a draft head has attention in each layer, linear says not")
+    require(
+        spec.sliding_window == (None,) * spec.num_layers,
+        f"beside linear attention no layer has a sliding window; they are {spec.sliding_window}",
+    )
+
+
+def _check_mlp(spec: ArchSpec) -> None:
+    """Check what goes with layers without a feed-forward layer."""
+    if spec.mlp_layers is None:
+        return
+    require(
+        len(spec.mlp_layers) == spec.num_layers,
+        f"mlp_layers are {spec.mlp_layers} for {spec.num_layers} layers",
+    )
+    others = {
+        "draft": spec.draft,
+        "parallel_layers": spec.parallel_layers,
+        "output_norms": spec.output_norms,
+    }
+    found = [other for other, one in others.items() if one]
+    require(not found, f"mlp_layers does not go with {' and '.join(found)}")
+    bare = [i for i in range(spec.num_layers) if spec.experts_of(i) and not spec.has_mlp(i)]
+    require(not bare, f"layers {bare} have experts, and by mlp_layers no feed-forward layer")
+
+
+def _check_heads(spec: ArchSpec) -> None:
+    """Check what goes with layers that differ, and with what they add besides."""
+    found = [name for name in _OF_LAYERS if getattr(spec, name)]
+    others = {
+        "qkv_bias": spec.qkv_bias,
+        "whole_qk_norm": spec.whole_qk_norm,
+        "attention_gate": spec.attention_gate,
+        "raw_inputs": spec.raw_inputs,
+        "parallel_layers": spec.parallel_layers,
+        "qk_norm_last": spec.qk_norm_last,
+        "draft": spec.draft,
+        "latent": spec.latent,
+        "linear": spec.linear,
+        "ungated": spec.ungated,
+        "mlp_layers": spec.mlp_layers,
+        "norm_biases": spec.norm_biases,
+        "apart_qk_norm": spec.apart_qk_norm,
+        "qk_norm = false": not spec.qk_norm,
+        "output_norms = false": not spec.output_norms,
+    }
+    wrong = [name for name, one in others.items() if one]
+    require(not (found and wrong), f"{' and '.join(found)} does not go with {' and '.join(wrong)}")
+    if spec.global_heads is not None:
+        heads = spec.global_heads
+        require(
+            spec.num_heads % heads.num_kv_heads == 0,
+            f"num_heads {spec.num_heads} is not a multiple of the {heads.num_kv_heads} KV "
+            "heads of layers without a window",
+        )
+        require(
+            len(set(map(bool, spec.sliding_window))) == 2,
+            "global_heads needs layers with and without a window",
+        )
+        require(
+            heads.head_size == spec.head_size or spec.local_rope is not None,
+            "global_heads of another size needs a local_rope",
+        )
+        require(
+            spec.attention_scale is not None,
+            "global_heads needs an attention_scale, for heads are of two sizes",
+        )
+    shared = spec.shared_kv_layers
+    if shared is None:
+        require(
+            spec.shared_kv_intermediate_size is None,
+            "shared_kv_intermediate_size needs shared_kv_layers",
+        )
+        return
+    own = spec.sliding_window[: max(0, spec.num_layers - shared)]
+    require(
+        0 < shared < spec.num_layers and set(own) == set(spec.sliding_window),
+        f"shared_kv_layers is {shared} of {spec.num_layers} layers; ahead of these there must "
+        f"be one of each window: {spec.sliding_window}",
+    )
+
+
+def _check_parallel(spec: ArchSpec) -> None:
+    """Check what goes with LayerNorm, and with attention and MLP side by side."""
+    others = {
+        "raw_inputs": spec.raw_inputs,
+        "output_norms": spec.output_norms,
+        "qk_norm": spec.qk_norm and spec.layer_norms and not spec.apart_qk_norm,
+        "draft": spec.draft,
+        "latent": spec.latent,
+        "linear": spec.linear,
+    }
+    for name in ("layer_norms", "parallel_layers"):
+        found = [other for other, one in others.items() if one]
+        require(
+            not (getattr(spec, name) and found),
+            f"{name} does not go with {' and '.join(found)}",
+        )
+    require(
+        bool(spec.layer_norms) or not spec.norm_biases,
+        "norm_biases needs layer_norms, for other norms have none",
+    )
+    require(
+        bool(spec.parallel_layers) or not spec.parallel_norms,
+        "parallel_norms needs parallel_layers, for others have both norms anyway",
+    )
+    require(
+        not spec.apart_qk_norm or (spec.qk_norm and not spec.whole_qk_norm),
+        f"apart_qk_norm is of norms of each head: qk_norm is {spec.qk_norm}, whole_qk_norm is "
+        f"{spec.whole_qk_norm}",
+    )
+
+
+def _check_ungated(spec: ArchSpec) -> None:
+    """Check what goes with feed-forward layers without a gate, and with a bias of logits."""
+    require(
+        bool(spec.ungated) or spec.hidden_act in GATES or spec.hidden_act not in HIDDEN_ACTS,
+        f"hidden_act {spec.hidden_act!r} needs layers without a gate, ungated; with one it is "
+        f"one of {GATES}",
+    )
+    require(not (spec.ungated and spec.draft), "ungated does not go with draft")
+    experts = spec.experts
+    require(
+        not spec.ungated
+        or experts is None
+        or (spec.hidden_act == "relu2" and not experts.biased and not experts.apart),
+        f"experts without a gate have the activation relu2, no biases, and one norm with a "
+        f"layer beside them: hidden_act is {spec.hidden_act!r}, experts are {experts}",
+    )
+    require(
+        not (spec.head_bias and (spec.tie_word_embeddings or spec.draft)),
+        "head_bias needs a head of a model's own; embeddings have no bias",
+    )
+
+
+def _check_order(spec: ArchSpec) -> None:
+    """Check what goes with norms of queries and keys behind RoPE."""
+    if not spec.qk_norm_last:
+        return
+    require(
+        spec.qk_norm and not spec.whole_qk_norm and not spec.apart_qk_norm,
+        f"qk_norm_last is of norms that heads share: qk_norm is {spec.qk_norm}, whole_qk_norm "
+        f"is {spec.whole_qk_norm}, apart_qk_norm is {spec.apart_qk_norm}",
+    )
+    require(
+        spec.ropes == (spec.rope,) and spec.rotated_layers is None,
+        f"ahead of norms one RoPE rotates all layers; local_rope is {spec.local_rope}, "
+        f"rotated_layers are {spec.rotated_layers}",
+    )
+    require(
+        spec.rope.rotary_dim == spec.head_size and not spec.rope.interleaved,
+        f"ahead of norms all of {spec.head_size} channels rotate, and no neighbours do: "
+        f"rotary_dim is {spec.rope.rotary_dim}, interleaved is {spec.rope.interleaved}",
+    )
