@@ -26,14 +26,9 @@ from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.origin import DEFAULT_PRECISION, Origin, open_origin
-from onnxport.exporter.plan import (
-    EXPERTS,
-    MatrixPlan,
-    WeightPlan,
-    check_unused,
-    plan_weights,
-    unused_tensors,
-)
+from onnxport.exporter.plan import WeightPlan, check_unused, plan_weights, unused_tensors
+from onnxport.exporter.plan_experts import EXPERTS
+from onnxport.exporter.plan_parts import MatrixPlan
 from onnxport.exporter.progress import advance_through
 from onnxport.exporter.shard import DTYPES
 from onnxport.exporter.sizes import artifact_bytes

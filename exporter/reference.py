@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from onnxport.exporter import rope
 from onnxport.exporter.activations import ACTIVATIONS, sigmoid, silu, xielu
 from onnxport.exporter.linear_reference import convolve, delta_net, softplus, state_space
-from onnxport.exporter.plan import EMBEDDING, LAYER_INPUTS, XIELU
+from onnxport.exporter.plan import EMBEDDING, LAYER_INPUTS
+from onnxport.exporter.plan_experts import XIELU
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec

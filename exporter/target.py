@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter import mxfp4
-from onnxport.exporter.plan import MatrixPlan
+from onnxport.exporter.plan_parts import MatrixPlan
 from onnxport.exporter.quantize import BlockFormat, pack_zero_points, quantize_rows
 
 POWERS: Final = np.dtype(ml_dtypes.float8_e8m0fnu)  # of scales that are exponents

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from onnxport.exporter import rope
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import EMBEDDING, EXPERTS, HEAD, TABLES, MatrixPlan, Part, WeightPlan
+from onnxport.exporter.plan import EMBEDDING, HEAD, TABLES, WeightPlan
+from onnxport.exporter.plan_experts import EXPERTS
+from onnxport.exporter.plan_parts import MatrixPlan, Part
 from onnxport.exporter.quantize import BlockFormat
 from onnxport.exporter.target import Target, to_dtype
 from onnxport.graphs.artifact_writer import ArtifactWriter

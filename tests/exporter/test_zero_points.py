@@ -21,7 +21,7 @@ from onnxport.exporter import export
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.packed import unpack
-from onnxport.exporter.plan import MatrixPlan, Part
+from onnxport.exporter.plan_parts import MatrixPlan, Part
 from onnxport.exporter.quantize import BlockFormat, pack_zero_points, quantize_rows
 from onnxport.exporter.target import Target
 from onnxport.graphs import ops

@@ -1,0 +1,125 @@
+"""Which tensors make up layers that keep a state: delta nets, convolutions, state spaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.plan_parts import MatrixPlan, Part, VectorPlan, split_by_head, stack_rows
+from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
+from onnxport.graphs.spec import ArchSpec
+
+
+def linear_vectors(
+    linear: LinearAttentionSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer without attention has beside its products."""
+    role, heads = f"{role}linear.", (linear.value_heads,)
+    kernel = (linear.channels, *names.conv_axes, linear.kernel)
+    return {
+        role + "conv": VectorPlan(prefix + names.linear_conv, kernel),
+        role + "a_log": VectorPlan(prefix + names.linear_a_log, heads, is_exact=True),
+        role + "dt_bias": VectorPlan(prefix + names.linear_dt_bias, heads, is_exact=True),
+        role + "norm": VectorPlan(prefix + names.linear_norm, (linear.value_size,)),
+    }
+
+
+def linear_matrices(
+    spec: ArchSpec, linear: LinearAttentionSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products of a layer without attention.
+
+    Those of beta and of the decay are two numbers a head, and stay as exact as activations are: an
+    error of a decay is one of all tokens before, as often as there are tokens behind.
+    """
+    hidden, heads = spec.hidden_size, linear.value_heads
+    tensors = [f"{prefix}{name}.weight" for name in names.linear_in]
+    if len(tensors) == 2:  # of each key head its query, key, values and their gates
+        shared = heads // linear.key_heads
+        values = shared * linear.value_size
+        rows = (linear.key_size, linear.key_size, values, values)
+        *qkv, z = split_by_head(tensors[0], linear.key_heads, rows, hidden)
+        ba = split_by_head(tensors[1], linear.key_heads, (shared, shared), hidden)
+        first, second = (tuple(part for kind in kinds for part in kind) for kinds in (qkv, ba))
+    elif len(tensors) == 3:  # the last one by key heads
+        shared = heads // linear.key_heads
+        first, z = (Part(tensors[0], linear.channels),), (Part(tensors[1], linear.value_width),)
+        ba = split_by_head(tensors[2], linear.key_heads, (shared, shared), hidden)
+        second = tuple(part for kind in ba for part in kind)
+    else:
+        first, z = (Part(tensors[0], linear.channels),), (Part(tensors[1], linear.value_width),)
+        second = tuple(Part(tensor, heads) for tensor in tensors[2:])
+    o = stack_rows(prefix, names.linear_o, (hidden,), linear.value_width, biased=False)
+    return {
+        role + "linear.qkv": MatrixPlan(first, hidden),
+        role + "linear.z": MatrixPlan(z, hidden),
+        role + "linear.ba": MatrixPlan(second, hidden, is_exact=True),
+        role + "o": replace(o, scale=spec.output_scale),
+    }
+
+
+def conv_vectors(
+    conv: ShortConvSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer that is a convolution has beside its products."""
+    tensor = prefix + names.linear_conv
+    kernel = VectorPlan(tensor, (conv.channels, *names.conv_axes, conv.kernel))
+    found = {f"{role}linear.conv": kernel}
+    if conv.bias:
+        bias = f"{tensor.removesuffix('.weight')}.bias"
+        found[f"{role}linear.conv_bias"] = VectorPlan(bias, (conv.channels,))
+    return found
+
+
+def conv_matrices(
+    spec: ArchSpec, conv: ShortConvSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products into and out of a layer that is a convolution."""
+    hidden, width = spec.hidden_size, conv.channels
+    first = stack_rows(prefix, names.linear_in, (3 * width,), hidden, biased=conv.bias)
+    o = stack_rows(prefix, names.linear_o, (hidden,), width, biased=conv.bias)
+    return {
+        role + "linear.in": first,
+        role + "o": replace(o, scale=spec.output_scale),
+    }
+
+
+def space_vectors(
+    space: StateSpaceSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    """What a layer of a state space has beside its products."""
+    role, heads = f"{role}linear.", (space.heads,)
+    found = {
+        "conv": VectorPlan(prefix + names.space_conv, (space.channels, 1, space.kernel)),
+        "a_log": VectorPlan(prefix + names.space_a_log, heads, is_exact=True),
+        "dt_bias": VectorPlan(prefix + names.space_dt_bias, heads, is_exact=True),
+        "skip": VectorPlan(prefix + names.space_skip, heads, is_exact=True),
+        "norm": VectorPlan(prefix + names.space_norm, (space.value_width,), is_exact=True),
+    }
+    if space.conv_bias:
+        found["conv_bias"] = VectorPlan(prefix + names.space_conv_bias, (space.channels,))
+    return {role + name: vector for name, vector in found.items()}
+
+
+def space_matrices(
+    spec: ArchSpec, space: StateSpaceSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The products of a layer of a state space, all but the last of which are one tensor.
+
+    That of the steps stays as exact as activations are, as that of decays does above.
+    """
+    hidden, tensor = spec.hidden_size, f"{prefix}{names.space_in}.weight"
+    heights = (space.value_width, space.channels, space.heads)
+    shape = (sum(heights), hidden)
+    starts = (0, heights[0], heights[0] + heights[1])
+    z, mixed, dt = (
+        MatrixPlan((Part(tensor, rows, first, shape),), hidden)
+        for rows, first in zip(heights, starts, strict=True)
+    )
+    o = stack_rows(prefix, (names.space_o,), (hidden,), space.value_width, biased=False)
+    return {
+        role + "linear.z": z,
+        role + "linear.mixed": mixed,
+        role + "linear.dt": replace(dt, is_exact=True),
+        role + "o": replace(o, scale=spec.output_scale),
+    }
