@@ -6,25 +6,26 @@ They share every node but attention and the shapes around it, and every weight. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from onnxport.exporter.draft_inputs import declare_states, normed_features
+from onnxport.exporter.feed_forward import ACTIVATIONS, FeedForward
 from onnxport.exporter.graph_parts import (
     activation_dtype,
     attributes,
     declare_pools,
     declare_rows_of_caches,
+    product,
     rope_tables,
     sinks,
 )
-from onnxport.exporter.latent_graph import attend_latents
+from onnxport.exporter.heads import Attend, Heads
 from onnxport.exporter.linear_batch import declare_rows, find_padding, mix_by_rows
 from onnxport.exporter.linear_layer import (
     DeltaInputs,
@@ -34,7 +35,6 @@ from onnxport.exporter.linear_layer import (
     mix_by_slots,
 )
 from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, LAYER_INPUTS
-from onnxport.exporter.plan_experts import XIELU
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -56,22 +56,8 @@ from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
-from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
-from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
-from onnxport.graphs.tensors import TensorRef, numpy_dtype
-
-ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
-
-_ACTIVATIONS: Final[Mapping[str, Callable[[GraphBuilder, str], str]]] = {
-    "silu": ops.silu,
-    "gelu": ops.gelu,
-    "gelu_tanh": ops.gelu_tanh,
-    "relu2": ops.relu_squared,
-}
-
-Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +135,7 @@ class _Decoder:
         hidden = g.node("Add", [hidden, delta], name="residual")
         if told:
             gate = self.linear(f"{role}.input_gate", hidden)
-            activated = _ACTIVATIONS[self.spec.hidden_act](g, gate)
+            activated = ACTIVATIONS[self.spec.hidden_act](g, gate)
             gated = g.node("Mul", [activated, told], name="told")
             added = self.output(f"{role}.input_out", self.linear(f"{role}.input_out", gated))
             hidden = g.node("Add", [hidden, added], name="residual.told")
@@ -227,195 +213,26 @@ class _Decoder:
             if isinstance(self.spec.linear, ShortConvSpec):
                 return short_convolution(*parts, self.linear, self.convolve)
             return linear_attention(*parts, self.linear, self.mix, self.leading)
-        attended = self.heads(layer, x)
+        attended = Heads(
+            self.g,
+            self.spec,
+            self.weights,
+            self.leading,
+            self.linear,
+            self.attend,
+            self.rotation,
+            self.kept,
+        ).attended(layer, x)
         if not self.spec.attention_gate:
             return attended
         gate = self.linear(f"layers.{layer}.attention_gate", x)
         part = self.g.node("Sigmoid", [gate], name="attention_gate.sigmoid")
         return self.g.node("Mul", [attended, part], name="attention.gated")
 
-    def heads(self, layer: int, x: str) -> str:
-        """Packed projection and attention; with QK-norm the heads are normalized between."""
-        g, spec = self.g, self.spec
-        if spec.latent is not None:
-            return attend_latents(g, spec, self.weights, layer, x, self.linear, self.attend)
-        qkv = self.linear(f"layers.{layer}.qkv", x)
-        if not spec.qk_norm:
-            return self.attend(layer, qkv)
-        if self.rotation is not None:
-            return self.attend(layer, self.rotated_heads(layer, qkv, self.rotation))
-        parts = spec.qkv_parts(layer)
-        if len(parts) == 1:
-            q = self.head_norm(qkv, layer, "q_norm", parts[0])
-            return self.attend(layer, (q, *self.kept[spec.kv_source(layer)]))
-        sizes = g.constant(np.array(parts, np.int64), "sizes")
-        q, k, *own = g.node("Split", [qkv, sizes], outputs=len(parts), name="split", axis=-1)
-        v = own[0] if own else k
-        q = self.head_norm(q, layer, "q_norm", parts[0])
-        k = self.head_norm(k, layer, "k_norm", parts[1])
-        if spec.value_norm:
-            v = self.head_norm(v, layer, "", parts[1])
-        self.kept[layer] = k, v
-        return self.attend(layer, (q, k, v))
-
-    def rotated_heads(self, layer: int, qkv: str, rotation: Rotation) -> tuple[str, str, str]:
-        """Queries and keys rotated and then normalized, head by head, and values."""
-        g, spec = self.g, self.spec
-        sizes = g.constant(np.array([spec.q_size + spec.kv_size, spec.kv_size], np.int64), "sizes")
-        both, v = g.node("Split", [qkv, sizes], outputs=2, name="split", axis=-1)
-        heads = ops.reshape(g, both, (*self.leading, -1, spec.head_size), "heads")
-        counts = g.constant(np.array([spec.num_heads, spec.num_kv_heads], np.int64), "counts")
-        turned = rotation.apply(g, heads)
-        parts = g.node("Split", [turned, counts], outputs=2, name="split.heads", axis=-2)
-        q, k = (
-            self.head_norm(part, layer, name, size)
-            for part, name, size in zip(
-                parts, ("q_norm", "k_norm"), (spec.q_size, spec.kv_size), strict=True
-            )
-        )
-        return q, k, v
-
-    def head_norm(self, x: str, layer: int, name: str, size: int) -> str:
-        """A norm over each head of x [..., size], or over all of it; of values without a name."""
-        g, channels, role = self.g, self.spec.heads_of(layer).head_size, f"layers.{layer}.{name}"
-        if self.spec.apart_qk_norm:
-            return self.apart_norm(x, role, size)
-        if name:
-            weight = g.weight(self.weights.vectors[role])
-        else:
-            ones = np.ones(channels, numpy_dtype(activation_dtype(self.weights)))
-            weight, name = g.constant(ones, "ones"), "v_norm"
-        if self.spec.whole_qk_norm:
-            return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
-        heads = ops.reshape(g, x, (*self.leading, -1, channels), f"{name}.heads")
-        normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
-        return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
-
-    def apart_norm(self, x: str, role: str, size: int) -> str:
-        """LayerNorm over each head of x [..., size], each with a weight of its own."""
-        g, name, head = self.g, role.rpartition(".")[2], self.spec.head_size
-        stored = self.weights.vectors[role]
-        kind = helper.tensor_dtype_to_np_dtype(stored.data_type)
-        heads = ops.reshape(g, x, (*self.leading, -1, head), f"{name}.heads")
-        ones = g.constant(np.ones(head, kind), "ones")
-        normed = ops.layer_norm(g, heads, ones, self.spec.inner_eps, name)
-        weight = g.weight(stored.view(stored.name, (size // head, head)))
-        scaled = g.node("Mul", [normed, weight], name=f"{name}.scaled")
-        return ops.reshape(g, scaled, (*self.leading, size), f"{name}.join")
-
     def mlp(self, layer: int, x: str, hidden: str = "") -> str:
-        """What the feed-forward layer adds, with a gate or without, or that of experts.
-
-        It reads x, and experts apart from a shared layer the stream.
-        """
-        experts, role = self.spec.experts_of(layer), f"layers.{layer}"
-        if experts is None:
-            return self.output(f"{role}.down", self.dense(role, x))
-        if experts.apart:
-            return self.output(f"{role}.down", self.experts_apart(layer, experts, x, hidden))
-        added = self.experts(layer, experts, x, x)
-        if experts.shared_size is not None:
-            added = self.g.node("Add", [added, self.shared(layer, experts, x)], name="added")
-        return self.output(f"{role}.down", added)
-
-    def activate(self, role: str, x: str) -> str:
-        """The activation of a feed-forward layer without a gate."""
-        g, weights = self.g, self.weights
-        if self.spec.hidden_act != "xielu":
-            return _ACTIVATIONS[self.spec.hidden_act](g, x)
-        stored = (weights.vectors[f"{role}.{name}"] for name in XIELU)
-        numbers = ops.Xielu(*(g.weight(one.view(one.name, ())) for one in stored))
-        return ops.xielu(g, x, numbers, activation_dtype(weights))
-
-    def dense(self, role: str, x: str) -> str:
-        """One feed-forward layer, with a gate or without."""
-        g = self.g
-        if self.spec.ungated:
-            up = self.activate(role, self.linear(f"{role}.up", x))
-            return self.linear(f"{role}.down", up)
-        gate_up = self.linear(f"{role}.gate_up", x)
-        gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        gated = g.node("Mul", [_ACTIVATIONS[self.spec.hidden_act](g, gate), up], name="gated")
-        return self.linear(f"{role}.down", gated)
-
-    def shared(self, layer: int, experts: ExpertsSpec, x: str) -> str:
-        """The feed-forward layer beside experts, which each token is given to."""
-        g, role = self.g, f"layers.{layer}.shared"
-        with g.scope("shared"):
-            y = self.dense(role, x)
-            if not experts.shared_gated:
-                return y
-            part = g.node("Sigmoid", [self.linear(f"{role}.gate", x)], name="part")
-            return g.node("Mul", [y, part], name="weighted")
-
-    def experts_apart(self, layer: int, experts: ExpertsSpec, x: str, hidden: str) -> str:
-        """What a shared layer makes of x, and experts of the stream, normalized and added."""
-        g, role = self.g, f"layers.{layer}"
-        routed, _ = self.norm(hidden, "", f"{role}.router_norm")
-        read, _ = self.norm(hidden, "", f"{role}.experts_norm")
-        parts = (
-            ("shared_out_norm", self.shared(layer, experts, x)),
-            ("experts_out_norm", self.experts(layer, experts, read, routed)),
-        )
-        normed = [
-            ops.rms_norm(
-                g, made, g.weight(self.weights.vectors[f"{role}.{name}"]), self.spec.inner_eps, name
-            )
-            for name, made in parts
-        ]
-        return g.node("Add", normed, name="added")
-
-    def experts(self, layer: int, experts: ExpertsSpec, x: str, routed: str) -> str:
-        """The experts of x that a router chooses for each token by what it reads."""
-        g, matrices = self.g, self.weights.matrices
-        logits = self.linear(f"layers.{layer}.router", routed)
-        correction = ""
-        if experts.corrected:
-            correction = g.weight(self.weights.vectors[f"layers.{layer}.correction"])
-        first_role = "up" if self.spec.ungated else "gate_up"
-        gate_up = matrices[f"layers.{layer}.experts.{first_role}"]
-        down = matrices[f"layers.{layer}.experts.down"]
-        assert gate_up.block == down.block
-        first, second = (_of_experts(g, matrix, experts.count) for matrix in (gate_up, down))
-        weights = ExpertWeights(
-            count=experts.count,
-            gate_up=first.weight,
-            down=second.weight,
-            gate_up_scales=first.scales,
-            down_scales=second.scales,
-            gate_up_bias=first.bias,
-            down_bias=second.bias,
-            bits=gate_up.block.bits if gate_up.block else None,
-            block_size=gate_up.block.block_size if gate_up.block else None,
-            is_fp4=gate_up.block is not None and gate_up.block.is_fp4,
-        )
-        routing = Routing(
-            per_token=experts.per_token,
-            normalized=experts.normalized,
-            sigmoid=bool(experts.sigmoid),
-            correction=correction,
-            groups=experts.groups,
-            groups_per_token=experts.groups_per_token or 1,
-            group_best=experts.group_best or 1,
-        )
-        alpha, offset = experts.alpha or 1.0, experts.up_offset or 0.0
-        return expert_layer(
-            g,
-            x,
-            logits,
-            weights,
-            routing,
-            Swiglu(
-                alpha=alpha,
-                up_offset=offset,
-                limit=experts.limit,
-                is_gelu=self.spec.has_gelu_experts,
-                is_relu2=bool(self.spec.ungated),
-            ),
-            dtype=activation_dtype(self.weights),
-            flatten=len(self.leading) > 1,
-            accuracy_level=ACCURACY_LEVEL,
-        )
+        """What the feed-forward layer adds. It reads x, and some experts the stream."""
+        layers = FeedForward(self.g, self.spec, self.weights, self.leading, self.linear, self.norm)
+        return self.output(f"layers.{layer}.down", layers.made(layer, x, hidden))
 
     def output(self, role: str, projected: str) -> str:
         """What attention or the feed-forward layer adds: a projection, normalized or as it is."""
@@ -427,27 +244,7 @@ class _Decoder:
 
     def linear(self, role: str, x: str) -> str:
         """`x @ matrix.T + bias`."""
-        g, matrix = self.g, self.weights.matrices[role]
-        bias = "" if matrix.bias is None else g.weight(matrix.bias)
-        weight, name = g.weight(matrix.weight), role.rpartition(".")[2]
-        if matrix.block is None:
-            assert not matrix.by_rows
-            return ops.linear(g, x, weight, bias, name)
-        assert matrix.scales is not None
-        return ops.matmul_nbits(
-            g,
-            x,
-            weight,
-            g.weight(matrix.scales),
-            k=matrix.columns,
-            n=matrix.rows,
-            bits=matrix.block.bits,
-            block_size=matrix.block.block_size,
-            zero_points="" if matrix.zero_points is None else g.weight(matrix.zero_points),
-            bias=bias,
-            accuracy_level=ACCURACY_LEVEL,
-            name=name,
-        )
+        return product(self.g, self.weights, role, x)
 
     def logits(self, normed: str) -> None:
         """The output `logits`, float32 whatever the activations are."""
@@ -473,30 +270,6 @@ class _Decoder:
         vocab = g.constant(np.array([self.spec.vocab_size], np.int64), "vocab")
         dims = g.node("Concat", [shape, vocab], name="head.dims", axis=0)
         return g.node("Reshape", [flat, dims], name="head.unflatten")
-
-
-class _OfExperts(NamedTuple):
-    """Values of all experts; empty names of what there is not."""
-
-    weight: str
-    scales: str
-    bias: str
-
-
-def _of_experts(g: GraphBuilder, matrix: StoredMatrix, count: int) -> _OfExperts:
-    """What lies one below the other, one behind the other."""
-    assert matrix.zero_points is None
-    rows, block = matrix.rows // count, matrix.block
-    columns = matrix.columns if block is None else matrix.columns * block.bits // 8
-
-    def apart(ref: TensorRef | None, *dims: int) -> str:
-        return "" if ref is None else g.weight(ref.view(ref.name, (count, rows, *dims)))
-
-    return _OfExperts(
-        apart(matrix.weight, columns),
-        apart(matrix.scales, 0 if block is None else block.num_blocks(matrix.columns)),
-        apart(matrix.bias),
-    )
 
 
 def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:

@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.exporter.reference import WeightSource, draft_forward, forward
+from onnxport.exporter.reference import draft_forward, forward
+from onnxport.exporter.reference_parts import WeightSource
 from onnxport.graphs.spec import ArchSpec
 
 FILE: Final = "golden.npz"

@@ -1,4 +1,4 @@
-"""What both graphs of a decoder have beside its layers: caches, RoPE tables, attributes."""
+"""What both graphs of a decoder have beside its layers: products, caches, RoPE, attributes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,33 @@ from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
+
+ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
+
+
+def product(g: GraphBuilder, weights: StoredWeights, role: str, x: str) -> str:
+    """`x @ matrix.T + bias`."""
+    matrix = weights.matrices[role]
+    bias = "" if matrix.bias is None else g.weight(matrix.bias)
+    weight, name = g.weight(matrix.weight), role.rpartition(".")[2]
+    if matrix.block is None:
+        assert not matrix.by_rows
+        return ops.linear(g, x, weight, bias, name)
+    assert matrix.scales is not None
+    return ops.matmul_nbits(
+        g,
+        x,
+        weight,
+        g.weight(matrix.scales),
+        k=matrix.columns,
+        n=matrix.rows,
+        bits=matrix.block.bits,
+        block_size=matrix.block.block_size,
+        zero_points="" if matrix.zero_points is None else g.weight(matrix.zero_points),
+        bias=bias,
+        accuracy_level=ACCURACY_LEVEL,
+        name=name,
+    )
 
 
 def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:

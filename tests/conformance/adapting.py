@@ -11,7 +11,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.exporter.reference import Array, forward
+from onnxport.exporter.reference import forward
+from onnxport.exporter.reference_parts import Array
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.lora import (
     KINDS,

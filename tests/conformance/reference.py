@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from onnxport.exporter import mxfp4
 from onnxport.exporter.plan import EMBEDDING
-from onnxport.exporter.reference import Array, forward
+from onnxport.exporter.reference import forward
+from onnxport.exporter.reference_parts import Array
 from onnxport.graphs.artifact import Artifact
 
 

@@ -1,0 +1,103 @@
+"""Attention of heads in both graphs: their projection, norms and rotation ahead of the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import helper
+
+from onnxport.exporter.graph_parts import activation_dtype
+from onnxport.exporter.latent_graph import attend_latents
+from onnxport.exporter.rotation import Rotation
+from onnxport.exporter.weights import StoredWeights
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.tensors import numpy_dtype
+
+Attend = Callable[[int, "str | tuple[str, ...]"], str]  # (layer, qkv) -> attended
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What makes queries, keys and values of one graph."""
+
+    g: GraphBuilder
+    spec: ArchSpec
+    weights: StoredWeights
+    leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
+    linear: Callable[[str, str], str]  # (role, x) -> their product
+    attend: Attend
+    rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
+    kept: dict[int, tuple[str, str]]  # layers' own keys and values; takes those of this one
+
+    def attended(self, layer: int, x: str) -> str:
+        """Packed projection and attention; with QK-norm the heads are normalized between."""
+        g, spec = self.g, self.spec
+        if spec.latent is not None:
+            return attend_latents(g, spec, self.weights, layer, x, self.linear, self.attend)
+        qkv = self.linear(f"layers.{layer}.qkv", x)
+        if not spec.qk_norm:
+            return self.attend(layer, qkv)
+        if self.rotation is not None:
+            return self.attend(layer, self._rotated(layer, qkv, self.rotation))
+        parts = spec.qkv_parts(layer)
+        if len(parts) == 1:
+            q = self._head_norm(qkv, layer, "q_norm", parts[0])
+            return self.attend(layer, (q, *self.kept[spec.kv_source(layer)]))
+        sizes = g.constant(np.array(parts, np.int64), "sizes")
+        q, k, *own = g.node("Split", [qkv, sizes], outputs=len(parts), name="split", axis=-1)
+        v = own[0] if own else k
+        q = self._head_norm(q, layer, "q_norm", parts[0])
+        k = self._head_norm(k, layer, "k_norm", parts[1])
+        if spec.value_norm:
+            v = self._head_norm(v, layer, "", parts[1])
+        self.kept[layer] = k, v
+        return self.attend(layer, (q, k, v))
+
+    def _rotated(self, layer: int, qkv: str, rotation: Rotation) -> tuple[str, str, str]:
+        """Queries and keys rotated and then normalized, head by head, and values."""
+        g, spec = self.g, self.spec
+        sizes = g.constant(np.array([spec.q_size + spec.kv_size, spec.kv_size], np.int64), "sizes")
+        both, v = g.node("Split", [qkv, sizes], outputs=2, name="split", axis=-1)
+        heads = ops.reshape(g, both, (*self.leading, -1, spec.head_size), "heads")
+        counts = g.constant(np.array([spec.num_heads, spec.num_kv_heads], np.int64), "counts")
+        turned = rotation.apply(g, heads)
+        parts = g.node("Split", [turned, counts], outputs=2, name="split.heads", axis=-2)
+        q, k = (
+            self._head_norm(part, layer, name, size)
+            for part, name, size in zip(
+                parts, ("q_norm", "k_norm"), (spec.q_size, spec.kv_size), strict=True
+            )
+        )
+        return q, k, v
+
+    def _head_norm(self, x: str, layer: int, name: str, size: int) -> str:
+        """A norm over each head of x [..., size], or over all of it; of values without a name."""
+        g, channels, role = self.g, self.spec.heads_of(layer).head_size, f"layers.{layer}.{name}"
+        if self.spec.apart_qk_norm:
+            return self._apart_norm(x, role, size)
+        if name:
+            weight = g.weight(self.weights.vectors[role])
+        else:
+            ones = np.ones(channels, numpy_dtype(activation_dtype(self.weights)))
+            weight, name = g.constant(ones, "ones"), "v_norm"
+        if self.spec.whole_qk_norm:
+            return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
+        heads = ops.reshape(g, x, (*self.leading, -1, channels), f"{name}.heads")
+        normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
+        return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
+
+    def _apart_norm(self, x: str, role: str, size: int) -> str:
+        """LayerNorm over each head of x [..., size], each with a weight of its own."""
+        g, name, head = self.g, role.rpartition(".")[2], self.spec.head_size
+        stored = self.weights.vectors[role]
+        kind = helper.tensor_dtype_to_np_dtype(stored.data_type)
+        heads = ops.reshape(g, x, (*self.leading, -1, head), f"{name}.heads")
+        ones = g.constant(np.ones(head, kind), "ones")
+        normed = ops.layer_norm(g, heads, ones, self.spec.inner_eps, name)
+        weight = g.weight(stored.view(stored.name, (size // head, head)))
+        scaled = g.node("Mul", [normed, weight], name=f"{name}.scaled")
+        return ops.reshape(g, scaled, (*self.leading, size), f"{name}.join")
