@@ -138,6 +138,12 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
 _OF_BLOCKS: Final = frozenset({"nemotron_h"})
 
 
+def numbers_of(base: ArchSpec) -> int:
+    """How many numbers names of modules have: of layers, or of the blocks that they are made of."""
+    blocks = sum(map(base.has_mlp, range(base.num_layers))) if base.family in _OF_BLOCKS else 0
+    return base.num_layers + blocks
+
+
 @dataclass(frozen=True, slots=True)
 class Module:
     """A linear layer of the trained model, whose rows are those of projections of one layer.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.graphs.spec import ArchSpec
-from onnxport.serving.adapters.modules import Module, modules_of
+from onnxport.serving.adapters.modules import Module, modules_of, numbers_of
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_file
 
@@ -196,9 +196,9 @@ def _check_modules(
 ) -> None:
     """Refuse tensors of modules that are not the model's, or not those the config calls for."""
     wanted = {name for name in known if config.is_target(name)}
-    layers = f"this model is a {base.family} with layers 0 to {base.num_layers - 1}"
+    layers = f"this model is a {base.family} with layers 0 to {numbers_of(base) - 1}"
     if base.experts is not None:
-        layers += ", whose experts and their routers cannot be adapted"
+        layers += ", whose experts, routers and what is beside experts cannot be adapted"
     for names, what in (
         (set(found) - known, f"tensors of modules that the model does not have ({layers})"),
         (set(found) - wanted, f"tensors of modules that {config.path.name} does not target"),

@@ -16,7 +16,7 @@ from tests.serving.adapting import Tensors, write_adapter
 
 # Which no adapter adds to where there are experts.
 OF_EXPERTS = (
-    *("mlp.gate", "shared_expert", "shared_expert_gate"),
+    *("mlp.gate", "shared_expert", "shared_expert_gate", "shared_experts"),
     *("block_sparse_moe", "shared_mlp", "feed_forward.gate"),
 )
 ALPHA = 6

@@ -25,7 +25,7 @@ from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.registry import get_provider
 from tests.exporter import checkpoints
-from tests.exporter.checkpoints import HYBRID, SHORT_CONV, SPACES
+from tests.exporter.checkpoints import HYBRID, SHORT_CONV, SPACES, UNGATED_EXPERTS
 from tests.providers import state_adapters
 from tests.providers.linear import Stateful
 from tests.providers.models import opened
@@ -35,11 +35,11 @@ KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernel was n
 OPENVINO = pytest.mark.skipif(
     importlib.util.find_spec("openvino") is None, reason="openvino is not installed"
 )
-CASES = {**HYBRID, **SPACES, **SHORT_CONV}
+CASES = {**HYBRID, **SPACES, **SHORT_CONV, **UNGATED_EXPERTS}
 FAMILIES = (
     *("qwen3.5", "qwen3.5-images", "qwen3.5-moe", "qwen3-next", "qwen3-next-dense-layers"),
     *("granite-4", "granite-4-dense", "bamba-biases"),
-    *("nemotron-h", "nemotron-h-biases", "lfm2-biases", "lfm2-moe"),
+    *("nemotron-h", "nemotron-h-biases", "nemotron-3", "lfm2-biases", "lfm2-moe"),
 )
 EXACT: Mapping[str, Any] = {"matmul_accuracy_level": 1}
 # One is longer than what devices compute of a state at once.
