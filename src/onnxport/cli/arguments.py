@@ -301,6 +301,28 @@ def add_embedding_options(parser: argparse.ArgumentParser, *, is_choice: bool = 
     )
 
 
+def add_texts(parser: argparse.ArgumentParser, metavar: str, text: str, file: str) -> None:
+    """Add texts, as arguments and in files; `text` and `file` say what one is."""
+    texts = parser.add_argument(
+        f"{metavar.lower()}s",
+        metavar=metavar,
+        nargs="+",
+        default=[],
+        help=f"{text}; one is needed, here or with --file",
+    )
+    texts.required = False  # "*" would take none where options stand before them
+    parser.add_argument(
+        "-f",
+        "--file",
+        action="append",
+        type=Path,
+        default=[],
+        dest="files",
+        metavar="FILE",
+        help=f"{file}; repeatable",
+    )
+
+
 def add_score_template(parser: argparse.ArgumentParser) -> None:
     """Add how pairs are written."""
     parser.add_argument(

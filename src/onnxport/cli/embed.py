@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.cli.adapters import add_adapter_option, request_options
@@ -16,6 +15,7 @@ from onnxport.cli.arguments import (
     add_engine_options,
     add_export_options,
     add_load_options,
+    add_texts,
     command,
     text_of,
 )
@@ -33,23 +33,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = command(commands, "embed", "Make vectors of texts and print them as JSON.", run)
     add_source(parser)
     parser.usage = "%(prog)s [OPTION ...] MODEL [TEXT ...]"  # argparse would say TEXT is needed
-    texts = parser.add_argument(
-        "texts",
-        metavar="TEXT",
-        nargs="+",
-        default=[],
-        help="a text to embed; one is needed, here or with --file",
-    )
-    texts.required = False  # "*" would take none where options stand before them
-    parser.add_argument(
-        "-f",
-        "--file",
-        action="append",
-        type=Path,
-        default=[],
-        dest="files",
-        metavar="FILE",
-        help="texts in a file, one a line; empty lines are left out; repeatable",
+    add_texts(
+        parser, "TEXT", "a text to embed", "texts in a file, one a line; empty lines are left out"
     )
     parser.add_argument(
         "--dimensions", type=positive, metavar="N", help="cut vectors to N numbers (none)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.cli.adapters import add_adapter_option, request_options
@@ -18,6 +17,7 @@ from onnxport.cli.arguments import (
     add_load_options,
     add_speculation_options,
     add_structure_options,
+    add_texts,
     command,
     structured_outputs,
     text_of,
@@ -39,23 +39,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = command(commands, "generate", "Complete prompts and print the text.", run)
     add_source(parser)
     parser.usage = "%(prog)s [OPTION ...] MODEL [PROMPT ...]"  # argparse would say PROMPT is needed
-    prompts = parser.add_argument(
-        "prompts",
-        metavar="PROMPT",
-        nargs="+",
-        default=[],
-        help="a text to complete; one is needed, here or with --file",
-    )
-    prompts.required = False  # "*" would take none where options stand before them
-    parser.add_argument(
-        "-f",
-        "--file",
-        action="append",
-        type=Path,
-        default=[],
-        dest="files",
-        metavar="FILE",
-        help="a prompt in a file, without an end of line at its end; repeatable",
+    add_texts(
+        parser,
+        "PROMPT",
+        "a text to complete",
+        "a prompt in a file, without an end of line at its end",
     )
     parser.add_argument(
         "--max-tokens", type=positive, default=128, help="most tokens to generate (128)"

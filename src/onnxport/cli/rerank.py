@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from onnxport.cli.adapters import add_adapter_option, request_options
 from onnxport.cli.arguments import (
@@ -16,6 +15,7 @@ from onnxport.cli.arguments import (
     add_export_options,
     add_load_options,
     add_score_template,
+    add_texts,
     command,
 )
 from onnxport.cli.cache import add_source, find_artifact
@@ -32,23 +32,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_source(parser)
     parser.usage = "%(prog)s [OPTION ...] MODEL QUERY [TEXT ...]"
     parser.add_argument("query", metavar="QUERY", help="what texts are compared with")
-    texts = parser.add_argument(
-        "texts",
-        metavar="TEXT",
-        nargs="+",
-        default=[],
-        help="a text to compare; one is needed, here or with --file",
-    )
-    texts.required = False  # "*" would take none where options stand before them
-    parser.add_argument(
-        "-f",
-        "--file",
-        action="append",
-        type=Path,
-        default=[],
-        dest="files",
-        metavar="FILE",
-        help="texts in a file, one a line; empty lines are left out; repeatable",
+    add_texts(
+        parser, "TEXT", "a text to compare", "texts in a file, one a line; empty lines are left out"
     )
     parser.add_argument("--top-n", type=positive, metavar="N", help="print the best N (all)")
     parser.add_argument(
