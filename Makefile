@@ -5,18 +5,19 @@ BIN := $(VENV)/bin
 WEBGPU_VENV ?= .venv-webgpu
 WEBGPU_BIN := $(WEBGPU_VENV)/bin
 PLUGIN_VENV ?= .venv-webgpu-plugin
+PUBLISHED := build/published
 CONFORMANCE := build/conformance
 JOBS ?= 2
 BENCH_FOLDER ?= build/bench
 BENCH_OPTIONS ?=
 SOURCES := exporter graphs kv providers serving src
 
-.PHONY: demo test fast tiers lint types dev clean artifacts webgpu webgpu-native openvino-gpu bench
+.PHONY: demo test fast tiers lint types dev clean published artifacts webgpu webgpu-native openvino-gpu bench
 
 demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve it, ask it one thing
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/test-installed lint types  ## everything; what continuous integration runs
+test: $(VENV)/test-installed lint types published  ## everything; what continuous integration runs
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
 	$(MAKE) webgpu
 
@@ -61,6 +62,9 @@ dev: $(VENV)/tools-installed  ## link the sources into .dev/onnxport and build t
 
 clean:
 	rm -rf $(VENV) $(WEBGPU_VENV) $(PLUGIN_VENV) .dev build demo/build
+
+published: $(VENV)/bin/python  ## vocabularies, templates and a model, for tests/published
+	$(BIN)/python scripts/published.py $(PUBLISHED)
 
 artifacts: $(VENV)/test-installed
 	rm -rf $(CONFORMANCE)

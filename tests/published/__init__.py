@@ -1,0 +1,1 @@
+"""Onnxport held against what others have published; see `scripts/published.py`."""
