@@ -1,6 +1,6 @@
 """Write a random checkpoint with the shape of a published model, for benchmarks.
 
-    python benchmarks/make_checkpoint.py --shape qwen2.5-0.5b /tmp/qwen-shaped
+    python -m benchmarks.make_checkpoint --shape qwen2.5-0.5b /tmp/qwen-shaped
 
 Weights are random bfloat16, written as they are made, so that any size fits any memory. The
 tokenizer is byte-level BPE without merges: every text round-trips, one token a byte.
@@ -19,164 +19,11 @@ from typing import Any, Final
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.shapes import SHAPES
+
 _CHUNK_ELEMENTS: Final = 1 << 22
 DRAFT_STRIDE: Final = 4  # a head has a logit for each of so many tokens
 DRAFT_VOCAB: Final = 32_000
-
-
-def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv: int, *, tied: bool) -> Any:
-    return _shape("qwen2", 151_936, hidden, inner, layers, heads, kv, tied, 1e-6, 1_000_000.0)
-
-
-def _llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv: int) -> Any:
-    tied = hidden < 4096 and vocab > 100_000
-    return _shape("llama", vocab, hidden, inner, layers, heads, kv, tied, 1e-5, 500_000.0)
-
-
-def _shape(
-    family: str,
-    vocab: int,
-    hidden: int,
-    inner: int,
-    layers: int,
-    heads: int,
-    kv: int,
-    tied: bool,
-    eps: float,
-    theta: float,
-) -> dict[str, Any]:
-    return {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "model_type": family,
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32_768,
-        "rms_norm_eps": eps,
-        "rope_theta": theta,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-    }
-
-
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-    return {
-        **_shape("gpt_oss", 201_088, 2880, 2880, layers, 64, 8, False, 1e-5, 150_000.0),
-        "architectures": ["GptOssForCausalLM"],
-        "head_dim": 64,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "max_position_embeddings": 131_072,
-        "rope_scaling": {**scaling, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-
-
-def _gemma3(hidden: int, inner: int, layers: int, heads: int, kv: int, window: int) -> Any:
-    config = _shape("gemma3_text", 262_144, hidden, inner, layers, heads, kv, True, 1e-6, 1e6)
-    del config["hidden_act"]
-    return {
-        **config,
-        "architectures": ["Gemma3ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "rope_local_base_freq": 10_000.0,
-        "sliding_window": window,
-        "sliding_window_pattern": 6,
-    }
-
-
-def _delta_nets(key_heads: int, value_heads: int) -> dict[str, Any]:
-    """What Qwen3-Next and Qwen3.5 have: every fourth layer has attention."""
-    return {
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    }
-
-
-def _spaces(heads: int, attention: list[int]) -> dict[str, Any]:
-    """What Granite 4 has without experts, of 40 layers."""
-    return {
-        "layer_types": ["attention" if layer in attention else "mamba" for layer in range(40)],
-        "mamba_n_heads": heads,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 8192,
-        "position_embedding_type": "nope",
-        "attention_multiplier": 0.015625,
-    }
-
-
-def _experts(count: int, per_token: int) -> dict[str, Any]:
-    return {"num_experts": count, "num_experts_per_tok": per_token, "norm_topk_prob": False}
-
-
-SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "tiny": _llama(512, 128, 256, 2, 4, 2),
-    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, tied=True),
-    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, tied=True),
-    "qwen2.5-7b": _qwen2(3584, 18_944, 28, 28, 4, tied=False),
-    "llama-3.2-1b": _llama(128_256, 2048, 8192, 16, 32, 8),
-    "llama-3.2-3b": {**_llama(128_256, 3072, 8192, 28, 24, 8), "head_dim": 128},
-    "llama-2-7b": {**_llama(32_000, 4096, 11_008, 32, 32, 32), "rope_theta": 10_000.0},
-    "llama-3.1-8b": _llama(128_256, 4096, 14_336, 32, 32, 8),
-    "olmoe-1b-7b": {
-        **_shape("olmoe", 50_304, 2048, 1024, 16, 16, 16, False, 1e-5, 10_000.0),
-        **_experts(64, 8),
-        "max_position_embeddings": 4096,
-    },
-    "qwen3-30b-a3b": {
-        **_shape("qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, False, 1e-6, 1_000_000.0),
-        **_experts(128, 8),
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "head_dim": 128,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-    "gpt-oss-20b": _gpt_oss(24, 32),
-    "qwen3.5-0.8b": {
-        **_shape("qwen3_5_text", 248_320, 1024, 3584, 24, 8, 2, True, 1e-6, 1e7),
-        **_delta_nets(16, 16),
-        "architectures": ["Qwen3_5ForCausalLM"],
-    },
-    "qwen3.5-4b": {
-        **_shape("qwen3_5_text", 248_320, 2560, 9216, 32, 16, 4, True, 1e-6, 1e7),
-        **_delta_nets(16, 32),
-        "architectures": ["Qwen3_5ForCausalLM"],
-    },
-    "qwen3-next-80b-a3b": {
-        **_shape("qwen3_next", 151_936, 2048, 5120, 48, 16, 2, False, 1e-6, 1e7),
-        **_delta_nets(16, 32),
-        **_experts(512, 10),
-        "architectures": ["Qwen3NextForCausalLM"],
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
-    "granite-4.0-h-micro-3b": {
-        **_shape("granitemoehybrid", 100_352, 2048, 8192, 40, 32, 8, True, 1e-5, 10_000.0),
-        **_spaces(64, [5, 15, 25, 35]),
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-    },
-    "gemma-3-1b": _gemma3(1152, 6912, 26, 4, 1, 512),
-}
 
 
 def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -185,6 +32,9 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
     head = config.get("head_dim", hidden // config["num_attention_heads"])
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    if config["model_type"] == "lfm2":
+        yield from _short_convs(config, q, kv, head)
+        return
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (hidden,)
@@ -220,6 +70,9 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
             whole = config["model_type"] == "olmoe"
             yield prefix + "self_attn.q_norm.weight", (q if whole else head,)
             yield prefix + "self_attn.k_norm.weight", (kv if whole else head,)
+        if config["model_type"] == "granitemoe":
+            yield from _joined_experts(config, prefix + "block_sparse_moe.")
+            continue
         yield from _feed_forward(config, prefix + "mlp.")
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
@@ -260,6 +113,47 @@ def _space(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int
         yield prefix + name, (heads,)
     yield prefix + "norm.weight", (width,)
     yield prefix + "out_proj.weight", (hidden, width)
+
+
+def _short_convs(
+    config: dict[str, Any], q: int, kv: int, head: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of LFM2 behind the embedding, which is the head, too."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "operator_norm.weight", (hidden,)
+        if kind == "conv":
+            yield prefix + "conv.conv.weight", (hidden, 1, config["conv_L_cache"])
+            yield prefix + "conv.in_proj.weight", (3 * hidden, hidden)
+            yield prefix + "conv.out_proj.weight", (hidden, hidden)
+        else:
+            for name, rows, columns in (
+                ("q_proj", q, hidden),
+                ("k_proj", kv, hidden),
+                ("v_proj", kv, hidden),
+                ("out_proj", hidden, q),
+            ):
+                yield f"{prefix}self_attn.{name}.weight", (rows, columns)
+            yield prefix + "self_attn.q_layernorm.weight", (head,)
+            yield prefix + "self_attn.k_layernorm.weight", (head,)
+        yield prefix + "ffn_norm.weight", (hidden,)
+        for name, rows, columns in (
+            ("w1", inner, hidden),
+            ("w3", inner, hidden),
+            ("w2", hidden, inner),
+        ):
+            yield f"{prefix}feed_forward.{name}.weight", (rows, columns)
+    yield "model.embedding_norm.weight", (hidden,)
+
+
+def _joined_experts(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of a router and of Granite's experts, which are stored as one."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    experts = config["num_local_experts"]
+    yield prefix + "router.layer.weight", (experts, hidden)
+    yield prefix + "input_linear.weight", (experts, 2 * inner, hidden)
+    yield prefix + "output_linear.weight", (experts, hidden, inner)
 
 
 def head_config(target: dict[str, Any], draft_vocab: int) -> dict[str, Any]:
@@ -332,7 +226,8 @@ def _random_bytes(
     if name == "d2t":  # every so many tokens have a logit
         yield (np.arange(count) * (DRAFT_STRIDE - 1)).astype("<i8").tobytes()
         return
-    width = math.sqrt(3 / shape[-1]) if len(shape) == 2 else 0.1
+    is_matrix = len(shape) > 1 and shape[-2] > 1  # or many of them; a convolution's are rows
+    width = math.sqrt(3 / shape[-1]) if is_matrix else 0.1
     for start in range(0, count, _CHUNK_ELEMENTS):
         size = min(_CHUNK_ELEMENTS, count - start)
         if name.endswith(("_blocks", "_scales")):

@@ -32,10 +32,10 @@ from pathlib import Path
 import onnxport
 from benchmarks import cold, pairs, results
 from benchmarks.curves import draw
-from benchmarks.make_checkpoint import SHAPES
 from benchmarks.pairs import OURS, Origin, Pair, Run, Store
 from benchmarks.peers.registry import CHECKPOINT, PEERS, Command, Peer
 from benchmarks.runner import trained_tokens
+from benchmarks.shapes import SHAPES
 from benchmarks.workloads import CONTEXTS, HIGHEST_ID, STREAMS, WORKLOADS
 from onnxport.serving.verify.machine import Machine, this_machine
 from onnxport.version import __version__

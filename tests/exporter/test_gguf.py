@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
-from benchmarks import make_gguf
 from onnxport.errors import CheckpointError, ExportError
 from onnxport.exporter import weights
 from onnxport.exporter.export import export_model
@@ -486,25 +484,3 @@ def test_experts_in_another_type_are_not_kept_in_mxfp4(tmp_path: Path) -> None:
     options = ExportOptions(expert_precision="mxfp4")
     with pytest.raises(ExportError, match=r"ffn_down_exps.weight is Q8_0"):
         export_model(path, tmp_path / "artifact", options)
-
-
-@pytest.mark.parametrize("name", ["qwen2", "llama-mha", "olmoe", "gpt-oss", "gemma3"])
-def test_the_file_of_the_benchmarks_answers_as_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    one = case(name)
-    rope = {"rope_scaling": dict(checkpoints.GPT_OSS_ROPE)} if name == "gpt-oss" else {}
-    checkpoints.make(replace(one, dtype=torch.bfloat16), tmp_path / "checkpoint")
-    checkpoints.edit_config(tmp_path / "checkpoint", **rope)
-    types = ["--matrices", "f16", "--head", "f16"]
-    arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "model.gguf"), *types]
-    monkeypatch.setattr(sys, "argv", ["make_gguf", *arguments])
-    make_gguf.main()
-    options = ExportOptions(precision="fp32", threads=2)
-    logits = []
-    for source in ("checkpoint", "model.gguf"):
-        artifact = export_model(tmp_path / source, tmp_path / f"{source}-artifact", options)
-        with np.load(artifact / "golden.npz") as golden:
-            logits.append(golden["logits"])
-    # Numbers of bfloat16 below float16's range have fewer digits there.
-    np.testing.assert_allclose(*logits, atol=1e-4)

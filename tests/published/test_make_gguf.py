@@ -1,0 +1,58 @@
+"""The files that benchmarks/make_gguf.py makes for llama.cpp are the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import make_gguf
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from tests.exporter import checkpoints
+from tests.published.places import FOLDER, needs_llama_cpp
+from tests.tiers import every
+
+pytestmark = needs_llama_cpp
+CASES = {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.SHORT_CONV}
+NAMES = ("qwen2", "llama-mha", "olmoe", "granitemoe", "lfm2", "qwen3.5")
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [str(folder / "checkpoint"), str(folder / "model.gguf"), "--matrices", "f16"]
+    arguments += ["--published", str(FOLDER)]
+    monkeypatch.setattr(sys, "argv", ["make_gguf", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    make_gguf.main()
+
+
+@pytest.mark.parametrize("name", every(4, NAMES))
+def test_answers_as_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    checkpoints.make(replace(CASES[name], dtype=torch.bfloat16), tmp_path / "checkpoint")
+    run(tmp_path, monkeypatch)
+    options = ExportOptions(precision="fp32", threads=2)
+    logits = []
+    for source in ("checkpoint", "model.gguf"):
+        artifact = export_model(tmp_path / source, tmp_path / f"{source}-artifact", options)
+        with np.load(artifact / "golden.npz") as golden:
+            logits.append(golden["logits"])
+    # Numbers of bfloat16 below float16's range have fewer digits there.
+    np.testing.assert_allclose(*logits, atol=1e-4)
+
+
+def test_checkpoints_that_it_cannot_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(SystemExit, match="has no safetensors"):
+        run(tmp_path, monkeypatch)
+    (tmp_path / "checkpoint" / "model.safetensors").touch()
+    config = {"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="does not know NobodysForCausalLM"):
+        run(tmp_path, monkeypatch)
