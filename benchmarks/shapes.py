@@ -99,6 +99,7 @@ def _spaces(
         "mamba_n_heads": heads,
         "mamba_d_head": channels,
         "mamba_d_state": 128,
+        "mamba_d_conv": 4,
         "mamba_expand": 2,
         "mamba_n_groups": 1,
         "num_local_experts": 0,
