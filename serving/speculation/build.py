@@ -185,8 +185,8 @@ def check_draft(config: SpeculationConfig, target: Path) -> None:
     check_same_tokens(target, config.model)
 
 
-def check_same_tokens(target: Path, draft: Path) -> None:
-    """Raise ArtifactError unless a token means the same to both models.
+def check_same_tokens(target: Path, draft: Path, role: str = "draft model") -> None:
+    """Raise ArtifactError unless a token means the same to both models; `role` is the second's.
 
     Vocabularies may be padded to different sizes, as those of some model families are.
     """
@@ -195,8 +195,8 @@ def check_same_tokens(target: Path, draft: Path) -> None:
         sizes = ours.manifest.model.vocab_size, theirs.manifest.model.vocab_size
         if sizes[0] != sizes[1]:
             raise ArtifactError(
-                f"{target} has {sizes[0]} tokens and the draft model {draft} has {sizes[1]}, and "
-                "there are no two tokenizers to compare; take a draft model with the same tokenizer"
+                f"{target} has {sizes[0]} tokens and the {role} {draft} has {sizes[1]}, and there "
+                f"are no two tokenizers to compare; take a {role} with the same tokenizer"
             )
         return
     if (ours.path / TOKENIZER_FILE).read_bytes() == (theirs.path / TOKENIZER_FILE).read_bytes():
@@ -206,7 +206,7 @@ def check_same_tokens(target: Path, draft: Path) -> None:
     if left != right:
         token, number = min(left.items() ^ right.items(), key=lambda item: (item[1], item[0]))
         raise ArtifactError(
-            f"the draft model {draft} has another tokenizer than {target}: {len(right)} tokens and "
+            f"the {role} {draft} has another tokenizer than {target}: {len(right)} tokens and "
             f"{len(left)}, of which the first to differ is {token!r}, number {number}; take a "
-            "draft model with the same tokenizer, most often a smaller one of the same family"
+            f"{role} with the same tokenizer, most often one of the same family"
         )

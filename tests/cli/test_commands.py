@@ -368,7 +368,7 @@ def test_what_is_no_text_is_refused_and_what_a_terminal_cannot_show_is_replaced(
     assert re.fullmatch("error: [^\\n]*half of a character[^\\n]*\n", done.stderr)
     lines = b"hello\ncaf\xe9\nhello\n/exit\n"
     chat = subprocess.run(
-        command("chat", artifact, "--max-tokens", "4"),
+        command("chat", artifact, "--max-tokens", "4", "--temperature", "0"),
         input=lines,
         capture_output=True,
         check=False,

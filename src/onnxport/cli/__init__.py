@@ -20,7 +20,10 @@ from typing import NoReturn
 from onnxport.errors import OnnxportError
 from onnxport.version import __version__
 
-COMMANDS = ("export", "generate", "embed", "rerank", "chat", "serve", "verify", "bench", "devices")
+COMMANDS = (
+    *("export", "generate", "embed", "rerank", "chat", "serve"),
+    *("verify", "perplexity", "bench", "devices"),
+)
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 BROKEN_PIPE = 141
 BY_SIGNAL = 128  # likewise, and the signal's number

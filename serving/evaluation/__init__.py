@@ -1,0 +1,1 @@
+"""What a model makes of a text that is there already."""

@@ -1,0 +1,85 @@
+"""`onnxport perplexity`: what it prints is what a model says of a text's tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnxport import LLM, SamplingParams
+from onnxport.serving.tokenizer import Tokenizer
+
+from .conftest import onnxport, write_checkpoint
+
+FEW = ("--provider", "cpu", "--threads", "1", "--window", "16")
+TEXT = "A text that is long enough, if not a good one: äöü. " * 3
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, "utf-8")
+    return path
+
+
+def measured(*arguments: str | Path) -> dict[str, Any]:
+    done = onnxport("perplexity", *arguments, *FEW, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_it_is_what_an_engine_says_of_prompts(artifact: Path, text: Path) -> None:
+    found = measured(artifact, text, "--most-windows", "3")
+    tokens = Tokenizer.from_folder(artifact, frozenset()).encode(TEXT)
+    assert found["text_tokens"] == len(tokens)
+    told = []
+    with LLM(artifact, provider="cpu", threads=1, kv_cache_tokens=256) as llm:
+        for at in (0, 16, 32):
+            prompt = tokens[at : at + 16]
+            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+            (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+            assert output.prompt_logprobs is not None
+            rows = zip(output.prompt_logprobs[9:], prompt[9:], strict=True)
+            told += [row[token].logprob for row, token in rows if row is not None]
+    assert (found["windows"], found["num_tokens"]) == (3, len(told))
+    assert found["mean_logprob"] == pytest.approx(np.mean(told), abs=1e-4)
+    assert found["perplexity"]["mean"] == pytest.approx(math.exp(-np.mean(told)), rel=1e-4)
+
+
+def test_what_quantizing_costs(checkpoint: Path, artifact: Path, text: Path) -> None:
+    found = measured(checkpoint, text, "--precision", "fp32", "--against", artifact)
+    assert found["against"]["model"] == artifact.name
+    assert found["against"]["perplexity"]["mean"] != found["perplexity"]["mean"]
+    assert found["against"]["kl"]["mean"] > 0
+    assert 0 < found["against"]["same_top"] < 1
+    done = onnxport("perplexity", artifact, text, *FEW, "--against", artifact)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("tiny on cpu, computed in float32")
+    assert lines[1].startswith("perplexity ")
+    assert lines[2].startswith("of ")
+    assert lines[4].startswith("KL divergence 0.0000 ± 0.0000 nats")
+    assert lines[5] == "the same token likeliest at 100.00% of the places"
+
+
+def test_what_is_refused(artifact: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    other = write_checkpoint(tmp_path / "other", seed=1)
+    cases = (
+        ((artifact, tmp_path / "none.txt"), "none.txt, which cannot be read"),
+        ((artifact, tmp_path / "binary.txt"), "binary.txt, which cannot be read"),
+        ((artifact, tmp_path / "empty.txt"), "the text is empty"),
+        ((artifact, text, "--window", "3"), "4 are the least"),
+        ((artifact, text, "--window", "4096"), "take a longer text, or shorter windows"),
+        ((artifact, text, "--against", other), "which is no artifact"),
+    )
+    for arguments, words in cases:
+        done = onnxport("perplexity", *FEW, *arguments)
+        assert done.returncode == 1
+        assert words in done.stderr
