@@ -96,6 +96,8 @@ class EngineConfig:
             raise CapacityError(
                 f"max_host_adapters is {self.max_host_adapters}; it must be at least 1"
             )
+        if self.kv_disk is not None:
+            object.__setattr__(self, "kv_disk", Path(self.kv_disk))  # it may come as a text
         if self.max_logprobs == -1:
             object.__setattr__(self, "max_logprobs", None)
         if self.max_logprobs is not None and self.max_logprobs < 0:
@@ -185,6 +187,9 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise CapacityError(f"{name} is {value!r}; give a whole number")
+        disk: object = self.kv_disk
+        if disk == "" or not isinstance(disk, str | Path | None):
+            raise CapacityError(f"kv_disk is {disk!r}; give the path of a folder")
         if not isinstance(self.enable_prefix_caching, bool):
             raise CapacityError(
                 f"enable_prefix_caching is {self.enable_prefix_caching!r}; give true or false"

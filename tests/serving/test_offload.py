@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from onnxport.errors import CapacityError
 from onnxport.kv.disk_file import Entry
 from onnxport.kv.pool import BlockPool
 from onnxport.providers.base import Capabilities
@@ -527,3 +528,12 @@ def test_what_is_being_loaded_keeps_its_room(
     for name, prompt in prompts.items():
         assert tokens(deltas[name]) == alone(prompt, windows=windows)
         assert deltas[name][0].num_cached_tokens == 60
+
+
+def test_the_disks_folder_may_be_given_as_text(tmp_path: Path) -> None:
+    given: Any = str(tmp_path)
+    assert EngineConfig(kv_disk=given).kv_disk == tmp_path
+    for wrong in ("", 7, b"folder"):
+        given = wrong
+        with pytest.raises(CapacityError, match="kv_disk is .*; give the path of a folder"):
+            EngineConfig(kv_disk=given)
