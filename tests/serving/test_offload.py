@@ -535,5 +535,5 @@ def test_the_disks_folder_may_be_given_as_text(tmp_path: Path) -> None:
     assert EngineConfig(kv_disk=given).kv_disk == tmp_path
     for wrong in ("", 7, b"folder"):
         given = wrong
-        with pytest.raises(CapacityError, match="kv_disk is .*; give the path of a folder"):
+        with pytest.raises(CapacityError, match=r"kv_disk is .*; give the path of a folder"):
             EngineConfig(kv_disk=given)
