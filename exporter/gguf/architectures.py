@@ -212,21 +212,25 @@ def _multiplied(facts: Facts, model: str) -> Values:
 
 
 def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
-    """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it."""
+    """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it.
+
+    Solar Open is a GLM 4.5 none of whose layers is dense, so that no key tells their size.
+    """
     meta = facts.metadata
-    values = common(facts, model, partial=partial)
-    further = meta.get("nextn_predict_layers", int, 0)
-    for key in ("expert_group_count", "expert_group_used_count"):
-        meta.expect(key, 1)
+    dense = meta.get("leading_dense_block_count", int, 0)
+    values = common(facts, model, partial=partial, size=None if dense else 1)
+    further = facts.further_layers()
     return values | {
         "attention_bias": facts.has("blk.0.attn_q.bias"),
         "num_hidden_layers": values["num_hidden_layers"] - further,
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
         "num_nextn_predict_layers": further or None,
         "n_routed_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "n_shared_experts": meta.get("expert_shared_count", int, 0),
-        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "first_k_dense_replace": dense,
         "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
         "routed_scaling_factor": meta.get("expert_weights_scale", float, 0.0) or 1.0,
     }

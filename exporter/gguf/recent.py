@@ -78,12 +78,14 @@ def deepseek2(facts: Facts) -> Values:
         meta.expect(key, expected)
     sigmoid = _gating(facts) == SIGMOID
     groups, chosen = (facts.count(f"expert_group_{key}") for key in ("count", "used_count"))
+    further = facts.further_layers()
     values: Values = {
         "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
         "vocab_size": facts.vocab_size(),
         "hidden_size": facts.count("embedding_length"),
         "intermediate_size": meta.require("feed_forward_length", int),
-        "num_hidden_layers": facts.num_layers(),
+        "num_hidden_layers": facts.num_layers() - further,
+        "num_nextn_predict_layers": further or None,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "max_position_embeddings": facts.count("context_length"),
@@ -111,9 +113,12 @@ def deepseek2(facts: Facts) -> Values:
 
 
 def _gating(facts: Facts) -> int:
-    """Softmax where the file does not say, but of GLM 4.7 Flash, which llama.cpp knows so."""
-    is_glm = (facts.num_layers(), facts.vocab_size()) in ((47, 154_880), (48, 154_880))
-    found = facts.metadata.get("expert_gating_func", int, SIGMOID if is_glm else SOFTMAX)
+    """Where the file does not say, a softmax, but sigmoids where what they choose is corrected.
+
+    Files of DeepSeek V2 and of GLM 4.7 Flash do not; llama.cpp knows the latter by its layers.
+    """
+    is_corrected = any(name.endswith(CORRECTION) for name in facts.shapes)
+    found = facts.metadata.get("expert_gating_func", int, SIGMOID if is_corrected else SOFTMAX)
     if found not in (SOFTMAX, SIGMOID):
         facts.metadata.expect("expert_gating_func", SIGMOID)
     return found

@@ -16,6 +16,7 @@ from tests.exporter import checkpoints
 from tests.exporter.run_graphs import Graph
 from tests.published.converting import convert
 
+CONTEXT = 128  # of the checkpoints, where the converter writes what it knows of published ones
 ALL: Mapping[str, checkpoints.Case] = {
     **checkpoints.CASES,
     **checkpoints.HYBRID,
@@ -49,9 +50,10 @@ def check(model: Model, folder: Path) -> None:
     case = ALL[model.case]
     case = replace(case, config={**case.config, **model.config})
     expected = checkpoints.make(case, folder / "checkpoint")
-    checkpoints.edit_config(folder / "checkpoint", **model.published)
-    path = convert(folder / "checkpoint", folder / "model.gguf", **model.options)
-    options = ExportOptions(precision="fp32", threads=1)
+    path = convert(
+        folder / "checkpoint", folder / "model.gguf", hparams=model.published, **model.options
+    )
+    options = ExportOptions(precision="fp32", threads=1, context_length=CONTEXT)
     artifact = Artifact.read(export_model(path, folder / "artifact", options))
     token_ids = checkpoints.tokens()
     logits = checkpoints.logits(expected, token_ids)
