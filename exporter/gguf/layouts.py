@@ -21,6 +21,8 @@ GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 ROUTER: Final = "ffn_gate_inp.weight"
 CORRECTION: Final = "exp_probs_b.bias"
 DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
+SKIPS: Final = "ssm_d"
+SPACE_NORM: Final = "ssm_norm.weight"
 
 LAYOUT: Final = TensorNames(
     embedding="token_embd.weight",
@@ -64,6 +66,24 @@ _DELTA_NETS: Final[Mapping[str, Any]] = {
     "linear_o": ("ssm_out",),
     "conv_axes": (),
 }
+_SPACES: Final[Mapping[str, Any]] = {
+    "space_in": "ssm_in",
+    "space_conv": "ssm_conv1d.weight",
+    "space_conv_bias": "ssm_conv1d.bias",
+    "space_a_log": DECAYS,
+    "space_dt_bias": "ssm_dt.bias",
+    "space_skip": SKIPS,
+    "space_norm": SPACE_NORM,
+    "space_o": "ssm_out",
+    "conv_axes": (),
+}
+_BLOCKS: Final[Mapping[str, Any]] = {
+    **_SPACES,
+    "blocks": True,
+    "post_norm": "attn_norm.weight",
+    "expert_gate_up": ("ffn_up_exps.weight",),
+    "shared_gate_up": ("ffn_up_shexp",),
+}
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
@@ -85,8 +105,11 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_down_bias": "ffn_down_exps.bias",
     },
     "gptneox": {"qkv": ("attn_qkv",)},
+    "granitehybrid": _SPACES,
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
+    "nemotron_h": _BLOCKS,
+    "nemotron_h_moe": _BLOCKS,
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
     "qwen35": _DELTA_NETS,
     "qwen35moe": _DELTA_NETS,
