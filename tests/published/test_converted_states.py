@@ -18,6 +18,9 @@ SQUARE: Mapping[str, Any] = {"linear_key_head_dim": 16, "linear_value_head_dim":
 HEADS: Mapping[str, Any] = {"head_dim": 16}  # which are the width of the model together
 WIDE: Mapping[str, Any] = {"mamba_expand": 2, "mamba_n_heads": 4}
 QWEN: Mapping[str, Any] = {"mtp_num_hidden_layers": 1}
+OF_EXPERTS = (
+    *("layers_block_type", "num_experts_per_tok", "n_routed_experts", "n_group", "topk_group"),
+)
 MTP = "mtp.layers.0."
 GRANITE: Mapping[str, Any] = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
 MODELS: Mapping[str, Model] = {
@@ -40,7 +43,7 @@ MODELS: Mapping[str, Model] = {
         "nemotron-h",
         {"mamba_num_heads": 4, "n_groups": 2},
         {"hybrid_override_pattern": "M-M*-M-", "num_hidden_layers": 7},
-        without=("layers_block_type", "num_experts_per_tok"),
+        without=OF_EXPERTS,
     ),
     "nemotron-3": Model("nemotron-3", {"mamba_num_heads": 4, "n_groups": 2}),
     "qwen3-next": Model("qwen3-next", SQUARE, further=MTP),
