@@ -54,6 +54,7 @@ class Model:
         further: What the names of a layer's tensors begin with that guesses a token behind the next
             one; None: the checkpoint has no such layer.
         options: Of the converter.
+        context_length: Of the export.
     """
 
     case: str
@@ -62,6 +63,7 @@ class Model:
     without: tuple[str, ...] = ()
     further: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    context_length: int = CONTEXT
 
 
 def add_further_layer(folder: Path, prefix: str) -> None:
@@ -100,7 +102,7 @@ def check(model: Model, folder: Path) -> None:
     path = convert(
         folder / "checkpoint", folder / "model.gguf", hparams=model.published, **model.options
     )
-    options = ExportOptions(precision="fp32", threads=1, context_length=CONTEXT)
+    options = ExportOptions(precision="fp32", threads=1, context_length=model.context_length)
     artifact = Artifact.read(export_model(path, folder / "artifact", options))
     token_ids = checkpoints.tokens()
     logits = checkpoints.logits(expected, token_ids)
