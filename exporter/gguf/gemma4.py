@@ -107,7 +107,11 @@ def _ropes(facts: Facts) -> Values:
             f"{meta.path} lacks {ROPE_FACTORS}, which the model needs. Download it again."
         )
     turned = sum(one == 1 for one in factors)
-    if not turned or factors[:turned] != [1] * turned or min(factors[turned:], default=_STILL) < _STILL * 0.99:
+    if (
+        not turned
+        or factors[:turned] != [1] * turned
+        or min(factors[turned:], default=_STILL) < _STILL * 0.99
+    ):
         raise UnsupportedModelError(
             f"{meta.path}: {ROPE_FACTORS} holds {factors[:8]} …; supported are ones, and then "
             f"numbers of {_STILL} for pairs that do not rotate. Export the original checkpoint."

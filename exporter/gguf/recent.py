@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.gguf.common import LAYER_NORM, SIGMOID, SOFTMAX, Values, common
+from onnxport.exporter.gguf.common import (
+    LAYER_NORM,
+    SIGMOID,
+    SOFTMAX,
+    Values,
+    common,
+    experts,
+)
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.layouts import CORRECTION
 from onnxport.exporter.gguf.ropes import rope_parameters

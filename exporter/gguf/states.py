@@ -129,11 +129,16 @@ def granite_hybrid(facts: Facts) -> Values:
         values = common(facts, "BambaForCausalLM", kv_heads=kv_heads, partial=True)
         return values | biases(facts) | _mamba(facts) | {"attn_layer_indices": attention}
     values = multiplied(facts, "GraniteMoeHybridForCausalLM", kv_heads=kv_heads)
-    return values | _granite_layers(facts, values) | _mamba(facts) | {
-        "attention_bias": any(name.endswith("attn_q.bias") for name in facts.shapes),
-        "layer_types": kinds,
-        "position_embedding_type": "rope" if rotates else "nope",
-    }
+    return (
+        values
+        | _granite_layers(facts, values)
+        | _mamba(facts)
+        | {
+            "attention_bias": any(name.endswith("attn_q.bias") for name in facts.shapes),
+            "layer_types": kinds,
+            "position_embedding_type": "rope" if rotates else "nope",
+        }
+    )
 
 
 def _granite_layers(facts: Facts, values: Values) -> Values:

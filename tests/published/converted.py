@@ -20,7 +20,8 @@ from tests.exporter.run_graphs import Graph
 from tests.published.converting import convert
 
 CONTEXT = 128  # of the checkpoints, where the converter writes what it knows of published ones
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.(language_model\.)?layers\.\d+\.")
+_QUERIES = ("q_proj.weight", "q_b_proj.weight")
 # Sizes in widths of the model.
 _OF_GLM = {
     **{"enorm.weight": (1,), "hnorm.weight": (1,), "shared_head.norm.weight": (1,)},
@@ -67,26 +68,36 @@ class Model:
 
 
 def add_further_layer(folder: Path, prefix: str) -> None:
-    """Add a layer behind the last one to a checkpoint: the last one with attention once more.
+    """Add a layer behind the last one to a checkpoint: the first one with attention once more.
 
     It comes with what reads an embedding and the last layer's output, as Qwen3.5 and GLM 4.5 call
     this.
     """
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    last = max(int(_LAYER.match(name)[1]) for name in tensors if name.endswith("q_proj.weight") or name.endswith("q_b_proj.weight"))  # type: ignore[index]
-    like = f"model.layers.{last}."
+    with_attention = [name for name in tensors if name.endswith(_QUERIES)]
+    like = min(map(_prefix, with_attention), key=_number)
     copied = {
         prefix + name.removeprefix(like): one.clone()
         for name, one in tensors.items()
         if name.startswith(like)
     }
-    size = tensors["model.norm.weight"].numel()
+    (size,) = tensors[like + "input_layernorm.weight"].shape
     parts = _OF_QWEN if prefix.startswith("mtp.") else _OF_GLM
     root = "mtp." if prefix.startswith("mtp.") else prefix
     for name, shape in parts.items():
         copied[root + name] = torch.ones([size * one for one in shape])
     save_file(tensors | copied, path)
+
+
+def _prefix(name: str) -> str:
+    found = _LAYER.match(name)
+    assert found is not None, name
+    return found[0]
+
+
+def _number(prefix: str) -> int:
+    return int(prefix.split(".")[-2])
 
 
 def check(model: Model, folder: Path) -> None:

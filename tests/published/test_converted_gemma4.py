@@ -21,7 +21,7 @@ MODELS: Mapping[str, Model] = {
     "gemma4-windows": Model("gemma4-windows"),
     "gemma4-moe": Model("gemma4-moe"),
     "gemma4-moe-all": Model("gemma4-moe-all"),
-    "gemma4-images": Model("gemma4-images"),
+    "gemma4-images": Model("gemma4-images", {"global_head_dim": 32}),
 }
 
 

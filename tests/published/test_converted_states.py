@@ -48,7 +48,11 @@ MODELS: Mapping[str, Model] = {
     "nemotron-3": Model("nemotron-3", {"mamba_num_heads": 4, "n_groups": 2}),
     "qwen3-next": Model("qwen3-next", SQUARE, further=MTP),
     "qwen3.5": Model("qwen3.5", SQUARE, QWEN, further=MTP),
+    "qwen3.5-images": Model("qwen3.5-images", SQUARE, QWEN, further=MTP),
     "qwen3.5-moe": Model("qwen3.5-moe", SQUARE, QWEN, further=MTP),
+    "qwen3.5-moe-fused": Model(
+        "qwen3.5-moe", SQUARE, QWEN, further=MTP, options={"fuse_gate_up_exps": True}
+    ),
 }
 
 
