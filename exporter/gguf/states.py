@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.gguf.common import (
@@ -115,30 +115,29 @@ def _delta_nets(facts: Facts, model: str, size: int | None = None) -> Values:
 
 
 def granite_hybrid(facts: Facts) -> Values:
-    """Granite 4, and Bamba, which rotates; `rope.scaling.finetuned` tells whether a model does."""
+    """Granite 4, and Bamba, which rotates and has none of Granite's multipliers."""
     meta = facts.metadata
-    rotates = meta.get("rope.scaling.finetuned", bool, True)
     layers = facts.num_layers()
-    kv_heads = facts.where_any(_KV_HEADS, layers)
-    kinds = ["attention" if one else "mamba" for one in facts.by_layer(_KV_HEADS, layers)]
-    is_granite = meta.get("expert_count", int, 0) or any(
-        meta.holds(key, float) for key in _MULTIPLIERS
-    )
-    if not is_granite:
-        attention = [layer for layer, kind in enumerate(kinds) if kind == "attention"]
-        values = common(facts, "BambaForCausalLM", kv_heads=kv_heads, partial=True)
-        return values | biases(facts) | _mamba(facts) | {"attn_layer_indices": attention}
+    rotates = meta.get("rope.scaling.finetuned", bool, True)
+    is_granite = not rotates or any(meta.holds(key, float) for key in _MULTIPLIERS)
+    read = _granite_4 if is_granite else _bamba
+    found = read(facts, facts.where_any(_KV_HEADS, layers), facts.by_layer(_KV_HEADS, layers))
+    if is_granite:
+        found["position_embedding_type"] = "rope" if rotates else "nope"
+    has_bias = any(name.endswith("attn_q.bias") for name in facts.shapes)
+    return found | _mamba(facts) | {"attention_bias": has_bias}
+
+
+def _bamba(facts: Facts, kv_heads: int, by_layer: list[int]) -> Values:
+    attention = [layer for layer, heads in enumerate(by_layer) if heads]
+    values = common(facts, "BambaForCausalLM", kv_heads=kv_heads, partial=True)
+    return values | biases(facts) | {"attn_layer_indices": attention}
+
+
+def _granite_4(facts: Facts, kv_heads: int, by_layer: list[int]) -> Values:
     values = multiplied(facts, "GraniteMoeHybridForCausalLM", kv_heads=kv_heads)
-    return (
-        values
-        | _granite_layers(facts, values)
-        | _mamba(facts)
-        | {
-            "attention_bias": any(name.endswith("attn_q.bias") for name in facts.shapes),
-            "layer_types": kinds,
-            "position_embedding_type": "rope" if rotates else "nope",
-        }
-    )
+    kinds = ["attention" if heads else "mamba" for heads in by_layer]
+    return values | _granite_layers(facts, values) | {"layer_types": kinds}
 
 
 def _granite_layers(facts: Facts, values: Values) -> Values:

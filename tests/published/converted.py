@@ -50,8 +50,8 @@ class Model:
             the published models.
         published: Keys that published configurations have, and transformers neither needs nor
             writes.
-        without: Keys that transformers writes and published configurations lack. The converter reads
-            the file by itself then, without transformers.
+        without: Keys that transformers writes and published configurations lack. The converter
+            reads the file by itself then, without transformers.
         further: What the names of a layer's tensors begin with that guesses a token behind the next
             one; None: the checkpoint has no such layer.
         options: Of the converter.

@@ -36,7 +36,9 @@ MODELS: Mapping[str, Model] = {
         {"layer_types": ["attention"] * 2, "intermediate_size": 80, "num_experts_per_tok": 0},
     ),
     "bamba": Model("bamba", WIDE, {"attn_rotary_emb": 16}),
-    "bamba-biases": Model("bamba-biases", WIDE, {"attn_rotary_emb": 16}),
+    "bamba-biases": Model(
+        "bamba-biases", {**WIDE, "attn_layer_indices": [1]}, {"attn_rotary_emb": 16}
+    ),
     "lfm2": Model("lfm2", HEADS),
     "lfm2-moe": Model("lfm2-moe", {**HEADS, "routed_scaling_factor": 1.0}),
     "nemotron-h": Model(
