@@ -9,6 +9,7 @@ import pytest
 
 from tests.published.converted import Model, check
 from tests.published.places import needs_llama_cpp
+from tests.tiers import every
 
 pytestmark = needs_llama_cpp
 
@@ -72,6 +73,6 @@ MODELS: Mapping[str, Model] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every(4, MODELS))
 def test_logits(tmp_path: Path, name: str) -> None:
     check(MODELS[name], tmp_path)

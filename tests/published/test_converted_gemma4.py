@@ -12,6 +12,7 @@ from tests.exporter.checkpoints import VOCAB
 from tests.published import converting
 from tests.published.converted import Model, check
 from tests.published.places import needs_llama_cpp
+from tests.tiers import every
 
 pytestmark = needs_llama_cpp
 
@@ -25,7 +26,7 @@ MODELS: Mapping[str, Model] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every(3, MODELS))
 def test_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # The converter counts the tokens of a file of which nothing else is needed.
     tokenizers = converting._tokenizers

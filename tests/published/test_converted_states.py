@@ -10,6 +10,7 @@ import pytest
 
 from tests.published.converted import Model, check
 from tests.published.places import needs_llama_cpp
+from tests.tiers import every
 
 pytestmark = needs_llama_cpp
 
@@ -58,6 +59,6 @@ MODELS: Mapping[str, Model] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every(3, MODELS))
 def test_logits(tmp_path: Path, name: str) -> None:
     check(MODELS[name], tmp_path)
