@@ -71,10 +71,11 @@ def deepseek2(facts: Facts) -> Values:
     Products of latents are of two tensors, as llama.cpp writes them since it caches latents.
 
     Raises:
-        UnsupportedModelError: Groups of experts are not told, as by older files, or what yarn
-            multiplies attention's scores with.
+        UnsupportedModelError: Groups of experts are not told, or products of latents are not apart,
+            as by older files, or what yarn multiplies attention's scores with.
     """
     meta = facts.metadata
+    _check_age(facts)
     heads, rank = facts.count("attention.head_count"), facts.count("attention.kv_lora_rank")
     rope_size = facts.count("rope.dimension_count")
     for key, expected in (
@@ -117,6 +118,21 @@ def deepseek2(facts: Facts) -> Values:
     if not sigmoid:
         values["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     return values
+
+
+def _check_age(facts: Facts) -> None:
+    """Refuse files from before llama.cpp wrote what is needed, which would be guessed."""
+    meta = facts.metadata
+    for key, what in (
+        ("attention.key_length_mla", "cached latents"),
+        ("expert_group_count", "told how experts are grouped"),
+    ):
+        if meta.get(key, int, None) is None:
+            raise UnsupportedModelError(
+                f"{meta.path} lacks the key {meta.name(key)}, so it was made before llama.cpp "
+                f"{what}. Give a newer file, convert the model again, or export the original "
+                "checkpoint."
+            )
 
 
 def _gating(facts: Facts) -> int:

@@ -451,19 +451,17 @@ def test_glm_4_7_flash_is_known_by_its_correction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "message"),
     [
-        ({"expert_group_count": None}, CheckpointError, "lacks the key deepseek2.expert_group_c"),
-        ({"attention__key_length_mla": None}, CheckpointError, "lacks the key .*key_length_mla"),
-        ({"attention__head_count_kv": 4}, UnsupportedModelError, "head_count_kv is 4; of the arch"),
-        ({"attention__key_length": 40}, UnsupportedModelError, "key_length is 40"),
-        ({"expert_gating_func": 4}, UnsupportedModelError, "expert_gating_func is 4"),
+        ({"expert_group_count": None}, "expert_group_count, so it was made"),
+        ({"attention__key_length_mla": None}, "before llama.cpp cached lat"),
+        ({"attention__head_count_kv": 4}, "head_count_kv is 4; of the arch"),
+        ({"attention__key_length": 40}, "key_length is 40"),
+        ({"expert_gating_func": 4}, "expert_gating_func is 4"),
     ],
 )
-def test_what_older_files_of_deepseek_lack(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_what_older_files_of_deepseek_lack(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
         spec(facts("deepseek2", **changes))
 
 
