@@ -90,7 +90,9 @@ def space_vectors(
     """What a layer of a state space has beside its products."""
     role, heads = f"{role}linear.", (space.heads,)
     found = {
-        "conv": VectorPlan(prefix + names.space_conv, (space.channels, 1, space.kernel)),
+        "conv": VectorPlan(
+            prefix + names.space_conv, (space.channels, *names.conv_axes, space.kernel)
+        ),
         "a_log": VectorPlan(prefix + names.space_a_log, heads, is_exact=True),
         "dt_bias": VectorPlan(prefix + names.space_dt_bias, heads, is_exact=True),
         "skip": VectorPlan(prefix + names.space_skip, heads, is_exact=True),

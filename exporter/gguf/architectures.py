@@ -6,14 +6,22 @@ architecture without being told is said here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.gguf import recent
-from onnxport.exporter.gguf.common import LAYER_NORM, SIGMOID, Values, biases, common, experts
+from onnxport.exporter.gguf import gemma4, recent, states
+from onnxport.exporter.gguf.common import (
+    LAYER_NORM,
+    SIGMOID,
+    SPACE_SIZES,
+    Values,
+    biases,
+    common,
+    experts,
+    multiplied,
+)
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.ropes import ORIGINAL
 
@@ -185,48 +193,50 @@ def _phi3(facts: Facts) -> Values:
 
 
 def _granite(facts: Facts) -> Values:
-    return _multiplied(facts, "GraniteForCausalLM") | biases(facts)
+    """Granite, and Granite 4 none of whose layers is a state space.
+
+    Files of the latter tell sizes of these all the same, and one of experts that there are not.
+    """
+    meta = facts.metadata
+    meta.expect("rope.scaling.finetuned", True)  # otherwise nothing rotates
+    meta.ignore(*SPACE_SIZES, "expert_shared_feed_forward_length")
+    return multiplied(facts, "GraniteForCausalLM") | biases(facts)
 
 
 def _granite_moe(facts: Facts) -> Values:
+    if not facts.metadata.get("expert_count", int, 0):
+        return _granite(facts)
+    facts.metadata.expect("rope.scaling.finetuned", True)
     facts.metadata.expect("expert_weights_norm", True)
+    facts.metadata.ignore(*SPACE_SIZES)
     shared = facts.metadata.get("expert_shared_feed_forward_length", int, 0)
     model = "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
-    values = _multiplied(facts, model) | experts(facts, "num_local_experts")
+    values = multiplied(facts, model) | experts(facts, "num_local_experts")
     if shared:
         values["shared_intermediate_size"] = shared
     return values | {"attention_bias": facts.has("blk.0.attn_q.bias")}
 
 
-def _multiplied(facts: Facts, model: str) -> Values:
-    """Granite's multipliers; that of attention is the usual one where it is not told."""
-    meta = facts.metadata
-    values = common(facts, model)
-    attention = meta.get("attention.scale", float, 0.0)
-    return values | {
-        "attention_multiplier": attention or 1 / math.sqrt(values["head_dim"]),
-        "embedding_multiplier": meta.get("embedding_scale", float, 1.0),
-        "residual_multiplier": meta.get("residual_scale", float, 1.0),
-        "logits_scaling": meta.get("logit_scale", float, 1.0),
-    }
-
-
 def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
-    """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it."""
+    """What dots.llm1 and GLM 4.5 share: sigmoids choose experts, as DeepSeek V3 has it.
+
+    Solar Open is a GLM 4.5 none of whose layers is dense, so that no key tells their size.
+    """
     meta = facts.metadata
-    values = common(facts, model, partial=partial)
-    further = meta.get("nextn_predict_layers", int, 0)
-    for key in ("expert_group_count", "expert_group_used_count"):
-        meta.expect(key, 1)
+    dense = meta.get("leading_dense_block_count", int, 0)
+    values = common(facts, model, partial=partial, size=None if dense else 1)
+    further = facts.further_layers()
     return values | {
         "attention_bias": facts.has("blk.0.attn_q.bias"),
         "num_hidden_layers": values["num_hidden_layers"] - further,
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
         "num_nextn_predict_layers": further or None,
         "n_routed_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "n_shared_experts": meta.get("expert_shared_count", int, 0),
-        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "first_k_dense_replace": dense,
         "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
         "routed_scaling_factor": meta.get("expert_weights_scale", float, 0.0) or 1.0,
     }
@@ -294,18 +304,22 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "exaone4": Architecture(recent.exaone4),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
+    "gemma4": Architecture(gemma4.gemma4),
     "glm4moe": Architecture(_glm4_moe),
     "gpt-oss": Architecture(_gpt_oss),
     "gptneox": Architecture(_gpt_neox),
     "granite": Architecture(_granite, neighbours=True),
+    "granitehybrid": Architecture(states.granite_hybrid, neighbours=True),
     "granitemoe": Architecture(_granite_moe, neighbours=True),
     "hunyuan-dense": Architecture(recent.hunyuan),
     "hunyuan-moe": Architecture(recent.hunyuan_moe),
-    "lfm2": Architecture(recent.lfm2),
-    "lfm2moe": Architecture(recent.lfm2_moe),
+    "lfm2": Architecture(states.lfm2),
+    "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
     "nemotron": Architecture(_nemotron),
+    "nemotron_h": Architecture(states.nemotron_h),
+    "nemotron_h_moe": Architecture(states.nemotron_h),
     "olmo2": Architecture(recent.olmo2),
     "olmoe": Architecture(_olmoe),
     "phi2": Architecture(_phi2),
@@ -314,9 +328,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3": Architecture(_qwen3),
     "qwen3moe": Architecture(_qwen3_moe),
-    "qwen35": Architecture(recent.qwen3_5, tiled=True),
-    "qwen35moe": Architecture(recent.qwen3_5_moe, tiled=True),
-    "qwen3next": Architecture(recent.qwen3_next),
+    "qwen35": Architecture(states.qwen3_5, tiled=True),
+    "qwen35moe": Architecture(states.qwen3_5_moe, tiled=True),
+    "qwen3next": Architecture(states.qwen3_next),
     "seed_oss": Architecture(_seed_oss),
     "smollm3": Architecture(_smollm3, neighbours=True),
     "stablelm": Architecture(_stablelm),

@@ -14,12 +14,21 @@ from numpy.typing import NDArray
 from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.gguf import blocks
-from onnxport.exporter.gguf.layouts import CORRECTION, DECAYS, GATE_BIAS, GATE_UP_BIAS, UP_BIAS
+from onnxport.exporter.gguf.layouts import (
+    CORRECTION,
+    DECAYS,
+    GATE_BIAS,
+    GATE_UP_BIAS,
+    SKIPS,
+    SPACE_NORM,
+    UP_BIAS,
+)
 from onnxport.exporter.gguf.orders import Order
 from onnxport.exporter.packed import PackedMatrix
 from onnxport.exporter.shard import DTYPES, Shard
 
 _BLOCK: Final = 32  # numbers that share a scale, in every type of blocks or in parts of its blocks
+_VECTORS: Final = (DECAYS, SKIPS, SPACE_NORM)  # which state spaces have as matrices
 _ONE_ROW: Final = "ffn_gate_inp_shexp.weight"  # a matrix of one row, whose first dimension is lost
 
 
@@ -54,6 +63,8 @@ class GgufCheckpoint(Checkpoint):
         for name, tensor in tuple(self._tensors.items()):
             if name.endswith(_ONE_ROW) and len(tensor.shape) == 1:
                 self._tensors[name] = replace(tensor, shape=(1, *tensor.shape))
+            if name.endswith(_VECTORS):
+                self._tensors[name] = replace(tensor, shape=(math.prod(tensor.shape),))
             if name.endswith(CORRECTION) and tensor.shape[:-1] == (1,):  # as ERNIE has it
                 self._tensors[name] = replace(tensor, shape=tensor.shape[1:])
         for name, tensor in self._tensors.items():
@@ -124,13 +135,14 @@ class GgufCheckpoint(Checkpoint):
             return np.stack(halves, axis=-1).reshape(shape)
         if len(shape) > 1:
             return super().read(name)
-        values = blocks.decode(self._tensors[name].dtype, name, self._data(name, 0, 1))
+        rows = math.prod(self._owners[name].tensors[name].shape[:-1])
+        values = blocks.decode(self._tensors[name].dtype, name, self._data(name, 0, rows)).ravel()
         if (order := self._orders.get(name)) is not None:
-            values = values.ravel()[order.places]
+            values = values[order.places]
         if name.endswith(DECAYS):
-            return self._log_of_decays(name, to_float32(values).ravel())
+            return self._log_of_decays(name, to_float32(values))
         heads = self._turned.get(name)
-        return values.ravel() if heads is None else _halves(values.ravel(), heads).ravel()
+        return values if heads is None else _halves(values, heads).ravel()
 
     def _log_of_decays(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """What other checkpoints have. Raises CheckpointError where that is no number."""

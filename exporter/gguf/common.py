@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from onnxport.errors import UnsupportedModelError
@@ -14,6 +15,11 @@ RMS_NORM: Final = "attention.layer_norm_rms_epsilon"
 LAYER_NORM: Final = "attention.layer_norm_epsilon"
 SOFTMAX: Final = 1  # of `expert_gating_func`
 SIGMOID: Final = 2
+# Of state spaces.
+SPACE_SIZES: Final = (
+    *("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size"),
+    *("ssm.state_size", "ssm.time_step_rank"),
+)
 
 
 def common(
@@ -35,7 +41,8 @@ def common(
         norm: The key of the norms' epsilon.
         epsilon: What that is called in `config.json`.
         partial: A part of each head may rotate.
-        size: Features of a dense feed-forward layer where the file does not say it; None: it must.
+        size: Features of a dense feed-forward layer where the file does not say it by one number;
+            None: it must.
     """
     meta = facts.metadata
     hidden = facts.count("embedding_length")
@@ -46,11 +53,13 @@ def common(
             f"{meta.path}: values have {values} channels a head and keys {head}; supported is one "
             "number."
         )
+    if size is None or not meta.holds("feed_forward_length", list):
+        size = facts.count("feed_forward_length", size)
     return {
         "architectures": [model],
         "vocab_size": facts.vocab_size(),
         "hidden_size": hidden,
-        "intermediate_size": facts.count("feed_forward_length", size),
+        "intermediate_size": size,
         "num_hidden_layers": facts.num_layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or facts.count("attention.head_count_kv", heads),
@@ -59,6 +68,22 @@ def common(
         epsilon: meta.require(norm, float),
         "rope_parameters": rope_parameters(facts, head, partial=partial),
         "tie_word_embeddings": not facts.has("output.weight"),
+    }
+
+
+def multiplied(facts: Facts, model: str, **differences: Any) -> Values:
+    """Granite's multipliers; that of attention is the usual one where it is not told.
+
+    `differences` are keyword arguments of `common`.
+    """
+    meta = facts.metadata
+    values = common(facts, model, **differences)
+    attention = meta.get("attention.scale", float, 0.0)
+    return values | {
+        "attention_multiplier": attention or 1 / math.sqrt(values["head_dim"]),
+        "embedding_multiplier": meta.get("embedding_scale", float, 1.0),
+        "residual_multiplier": meta.get("residual_scale", float, 1.0),
+        "logits_scaling": meta.get("logit_scale", float, 1.0),
     }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from onnxport.errors import CheckpointError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.gguf.layouts import ROUTER
 from onnxport.exporter.gguf.metadata import Metadata
 
@@ -38,6 +38,39 @@ class Facts:
                 f"{meta.path}: {meta.name(key)} is {given}, expected at least 1. Download it again."
             )
         return given
+
+    def by_layer(self, key: str, layers: int) -> list[Any]:
+        """A value for each layer, which the metadata may have as one number.
+
+        Raises:
+            CheckpointError: There are more, or fewer.
+        """
+        meta = self.metadata
+        if not meta.holds(key, list):
+            return [meta.require(key, int)] * layers
+        found: list[Any] = meta.require(key, list)
+        if len(found) not in (layers, self.num_layers()):
+            raise CheckpointError(
+                f"{meta.path}: {meta.name(key)} has {len(found)} entries for {layers} layers. "
+                "Download it again."
+            )
+        return found[:layers]
+
+    def where_any(self, key: str, layers: int) -> int:
+        """The one number of layers that have something, where 0 is of the others.
+
+        Raises:
+            CheckpointError: See `by_layer`.
+            UnsupportedModelError: The numbers are several, or there is none.
+        """
+        found = self.by_layer(key, layers)
+        counts = {one for one in found if one}
+        if len(counts) != 1 or not all(type(one) is int and one >= 0 for one in found):
+            raise UnsupportedModelError(
+                f"{self.metadata.path}: {self.metadata.name(key)} is {found}; supported is one "
+                "number for the layers that have some, and 0 for the others."
+            )
+        return int(counts.pop())
 
     def num_layers(self) -> int:
         """The layers that there are, by the metadata.

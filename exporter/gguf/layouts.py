@@ -18,9 +18,12 @@ SHORT_FACTORS: Final = "rope_factors_short.weight"
 GATE_BIAS: Final = "ffn_gate_exps.bias"
 UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
+GATE_UP: Final = "ffn_gate_up_exps.weight"  # of gate and up of all experts
 ROUTER: Final = "ffn_gate_inp.weight"
 CORRECTION: Final = "exp_probs_b.bias"
 DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
+SKIPS: Final = "ssm_d"
+SPACE_NORM: Final = "ssm_norm.weight"
 
 LAYOUT: Final = TensorNames(
     embedding="token_embd.weight",
@@ -64,6 +67,40 @@ _DELTA_NETS: Final[Mapping[str, Any]] = {
     "linear_o": ("ssm_out",),
     "conv_axes": (),
 }
+_SPACES: Final[Mapping[str, Any]] = {
+    "space_in": "ssm_in",
+    "space_conv": "ssm_conv1d.weight",
+    "space_conv_bias": "ssm_conv1d.bias",
+    "space_a_log": DECAYS,
+    "space_dt_bias": "ssm_dt.bias",
+    "space_skip": SKIPS,
+    "space_norm": SPACE_NORM,
+    "space_o": "ssm_out",
+    "conv_axes": (),
+}
+_BLOCKS: Final[Mapping[str, Any]] = {
+    **_SPACES,
+    "blocks": True,
+    "post_norm": "attn_norm.weight",
+    "expert_gate_up": ("ffn_up_exps.weight",),
+    "shared_gate_up": ("ffn_up_shexp",),
+}
+_GEMMA4: Final[Mapping[str, Any]] = {
+    "shared_gate_up": LAYOUT.gate_up,
+    "shared_down": LAYOUT.down,
+    "router_norm": "ffn_gate_inp.scale",
+    "experts_norm": "pre_ffw_norm_2.weight",
+    "experts_out_norm": "post_ffw_norm_2.weight",
+    "shared_out_norm": "post_ffw_norm_1.weight",
+    "expert_scales": "ffn_down_exps.scale",
+    "layer_scale": "layer_output_scale.weight",
+    "layer_inputs": "per_layer_token_embd.weight",
+    "layer_inputs_product": "per_layer_model_proj",
+    "layer_inputs_norm": "per_layer_proj_norm.weight",
+    "layer_input_gate": "inp_gate",
+    "layer_input_out": "proj",
+    "layer_input_norm": "post_norm.weight",
+}
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
@@ -76,6 +113,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "latent_kv_norm": "attn_kv_a_norm.weight",
         "latent_apart": ("attn_k_b", "attn_v_b"),
     },
+    "gemma4": _GEMMA4,
     "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {
         "post_norm": "post_attention_norm.weight",
@@ -85,8 +123,11 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_down_bias": "ffn_down_exps.bias",
     },
     "gptneox": {"qkv": ("attn_qkv",)},
+    "granitehybrid": _SPACES,
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
+    "nemotron_h": _BLOCKS,
+    "nemotron_h_moe": _BLOCKS,
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
     "qwen35": _DELTA_NETS,
     "qwen35moe": _DELTA_NETS,

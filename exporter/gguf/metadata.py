@@ -131,6 +131,10 @@ class Metadata:
                 f"{self.architecture} it is {value!r}, as llama.cpp computes it."
             )
 
+    def ignore(self, *keys: str) -> None:
+        """Let `keys` be there, whatever they say: they change nothing of this model."""
+        self._used.update(keys)
+
     def check_all_used(self) -> None:
         """Raise UnsupportedModelError for keys that were not used and may change the result."""
         unknown = {

@@ -18,7 +18,7 @@ from onnxport.exporter.gguf import blocks
 from onnxport.exporter.gguf.architectures import read_config
 from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
 from onnxport.exporter.gguf.facts import FURTHER, Facts
-from onnxport.exporter.gguf.layouts import layout
+from onnxport.exporter.gguf.layouts import GATE_UP, layout
 from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.orders import orders
 from onnxport.exporter.gguf.parts import parts_of
@@ -68,6 +68,8 @@ class GgufModel:
         self.config = Config(values, path)
         self._vocab_size: int = values["vocab_size"]
         names, layers = layout(self._metadata.architecture), values["num_hidden_layers"]
+        if any(name.endswith(GATE_UP) for name in shapes):
+            names = replace(names, expert_gate_up=(GATE_UP,))
         further = range(layers, layers + self._metadata.get(FURTHER, int, 0))
         self.names: TensorNames = replace(names, further=tuple(map(names.layer.format, further)))
 

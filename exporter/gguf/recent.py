@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.gguf.common import LAYER_NORM, SIGMOID, SOFTMAX, Values, common, experts
+from onnxport.errors import UnsupportedModelError
+from onnxport.exporter.gguf.common import (
+    LAYER_NORM,
+    SIGMOID,
+    SOFTMAX,
+    Values,
+    common,
+    experts,
+)
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.layouts import CORRECTION
 from onnxport.exporter.gguf.ropes import rope_parameters
@@ -64,10 +71,11 @@ def deepseek2(facts: Facts) -> Values:
     Products of latents are of two tensors, as llama.cpp writes them since it caches latents.
 
     Raises:
-        UnsupportedModelError: Groups of experts are not told, as by older files, or what yarn
-            multiplies attention's scores with.
+        UnsupportedModelError: Groups of experts are not told, or products of latents are not apart,
+            as by older files, or what yarn multiplies attention's scores with.
     """
     meta = facts.metadata
+    _check_age(facts)
     heads, rank = facts.count("attention.head_count"), facts.count("attention.kv_lora_rank")
     rope_size = facts.count("rope.dimension_count")
     for key, expected in (
@@ -78,12 +86,14 @@ def deepseek2(facts: Facts) -> Values:
         meta.expect(key, expected)
     sigmoid = _gating(facts) == SIGMOID
     groups, chosen = (facts.count(f"expert_group_{key}") for key in ("count", "used_count"))
+    further = facts.further_layers()
     values: Values = {
         "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
         "vocab_size": facts.vocab_size(),
         "hidden_size": facts.count("embedding_length"),
         "intermediate_size": meta.require("feed_forward_length", int),
-        "num_hidden_layers": facts.num_layers(),
+        "num_hidden_layers": facts.num_layers() - further,
+        "num_nextn_predict_layers": further or None,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "max_position_embeddings": facts.count("context_length"),
@@ -110,10 +120,28 @@ def deepseek2(facts: Facts) -> Values:
     return values
 
 
+def _check_age(facts: Facts) -> None:
+    """Refuse files from before llama.cpp wrote what is needed, which would be guessed."""
+    meta = facts.metadata
+    for key, what in (
+        ("attention.key_length_mla", "cached latents"),
+        ("expert_group_count", "told how experts are grouped"),
+    ):
+        if meta.get(key, int, None) is None:
+            raise UnsupportedModelError(
+                f"{meta.path} lacks the key {meta.name(key)}, so it was made before llama.cpp "
+                f"{what}. Give a newer file, convert the model again, or export the original "
+                "checkpoint."
+            )
+
+
 def _gating(facts: Facts) -> int:
-    """Softmax where the file does not say, but of GLM 4.7 Flash, which llama.cpp knows so."""
-    is_glm = (facts.num_layers(), facts.vocab_size()) in ((47, 154_880), (48, 154_880))
-    found = facts.metadata.get("expert_gating_func", int, SIGMOID if is_glm else SOFTMAX)
+    """Where the file does not say, a softmax, but sigmoids where what they choose is corrected.
+
+    Files of DeepSeek V2 and of GLM 4.7 Flash do not; llama.cpp knows the latter by its layers.
+    """
+    is_corrected = any(name.endswith(CORRECTION) for name in facts.shapes)
+    found = facts.metadata.get("expert_gating_func", int, SIGMOID if is_corrected else SOFTMAX)
     if found not in (SOFTMAX, SIGMOID):
         facts.metadata.expect("expert_gating_func", SIGMOID)
     return found
@@ -214,45 +242,6 @@ def hunyuan_moe(facts: Facts) -> Values:
     }
 
 
-def lfm2(facts: Facts) -> Values:
-    """LFM2: layers without heads of keys are convolutions."""
-    values = _short_convolutions(facts, "Lfm2ForCausalLM")
-    return values | {"block_auto_adjust_ff_dim": False}
-
-
-def lfm2_moe(facts: Facts) -> Values:
-    """LFM2-MoE: experts' weights add up to 1, which llama.cpp knows."""
-    meta = facts.metadata
-    meta.expect("expert_gating_func", SIGMOID)
-    meta.expect("expert_weights_norm", True)
-    values = _short_convolutions(facts, "Lfm2MoeForCausalLM")
-    return values | {
-        "num_experts": facts.num_experts(),
-        "num_experts_per_tok": meta.require("expert_used_count", int),
-        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
-        "num_dense_layers": meta.get("leading_dense_block_count", int, 0),
-        "use_expert_bias": any(name.endswith(CORRECTION) for name in facts.shapes),
-    }
-
-
-def _short_convolutions(facts: Facts, model: str) -> Values:
-    meta = facts.metadata
-    layers = facts.num_layers()
-    heads: list[Any] = _by_layer(facts, _KV_HEADS, layers)
-    counts = {one for one in heads if one}
-    if len(counts) != 1 or not all(type(one) is int and one >= 0 for one in heads):
-        raise UnsupportedModelError(
-            f"{meta.path}: {meta.name(_KV_HEADS)} is {heads}; supported is one number for layers "
-            "of attention, and 0 for convolutions."
-        )
-    values = common(facts, model, kv_heads=counts.pop(), epsilon="norm_eps")
-    return values | {
-        "layer_types": [_FULL if one else "conv" for one in heads],
-        "conv_L_cache": meta.require("shortconv.l_cache", int),
-        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in facts.shapes),
-    }
-
-
 def minimax_m2(facts: Facts) -> Values:
     """MiniMax M2: experts' weights add up to 1, which llama.cpp knows."""
     meta = facts.metadata
@@ -284,61 +273,6 @@ def olmo2(facts: Facts) -> Values:
     }
 
 
-def qwen3_next(facts: Facts) -> Values:
-    """Qwen3-Next: experts in each layer, and a shared one."""
-    return _delta_nets(facts, "Qwen3NextForCausalLM") | _with_shared_expert(facts)
-
-
-def qwen3_5(facts: Facts) -> Values:
-    """Qwen3.5, dense."""
-    return _delta_nets(facts, "Qwen3_5ForCausalLM")
-
-
-def qwen3_5_moe(facts: Facts) -> Values:
-    """Qwen3.5 with experts in each layer, and a shared one; no layer is dense."""
-    values = _delta_nets(facts, "Qwen3_5MoeForCausalLM", size=1) | _with_shared_expert(facts)
-    return {key: one for key, one in values.items() if key != "intermediate_size"}
-
-
-def _with_shared_expert(facts: Facts) -> Values:
-    """Qwen's experts, whose weights add up to 1, as llama.cpp knows."""
-    meta = facts.metadata
-    meta.expect("expert_weights_norm", True)
-    return experts(facts) | {
-        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
-        "shared_expert_intermediate_size": meta.require("expert_shared_feed_forward_length", int),
-        "norm_topk_prob": True,
-    }
-
-
-def _delta_nets(facts: Facts, model: str, size: int | None = None) -> Values:
-    """Layers of gated delta nets, which are all but every fourth unless told otherwise.
-
-    `size` is of dense layers, of which there are none; see `common`. What guesses further tokens is
-    in layers behind the last one.
-    """
-    meta = facts.metadata
-    values = common(facts, model, partial=True, size=size)
-    meta.get("rope.dimension_sections", list, None)  # of positions in images; texts have one
-    value_heads, inner = facts.count("ssm.time_step_rank"), facts.count("ssm.inner_size")
-    if inner % value_heads:
-        raise CheckpointError(
-            f"{meta.path}: {meta.name('ssm.inner_size')} is {inner}, of {value_heads} heads. "
-            "Download it again."
-        )
-    rope = values["rope_parameters"]
-    rope.setdefault("partial_rotary_factor", 1.0)  # which is not what absence means there
-    return values | {
-        "full_attention_interval": facts.count("full_attention_interval", _EVERY),
-        "linear_conv_kernel_dim": meta.require("ssm.conv_kernel", int),
-        "linear_key_head_dim": meta.require("ssm.state_size", int),
-        "linear_num_key_heads": meta.require("ssm.group_count", int),
-        "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": inner // value_heads,
-        "num_hidden_layers": values["num_hidden_layers"] - facts.further_layers(),
-    }
-
-
 def _scale(facts: Facts) -> float:
     """What experts' outputs are multiplied with; 0 means that nothing is."""
     return facts.metadata.get("expert_weights_scale", float, 0.0) or 1.0
@@ -356,26 +290,8 @@ def _kinds(facts: Facts, layers: int | None = None) -> list[str]:
     meta = facts.metadata
     meta.expect("rope.freq_base_swa", meta.get("rope.freq_base", float, 10_000.0))
     if meta.holds(_PATTERN, list):
-        slides = _by_layer(facts, _PATTERN, layers)
+        slides = facts.by_layer(_PATTERN, layers)
     else:
         every = facts.count(_PATTERN, _EVERY)
         slides = [(layer + 1) % every != 0 for layer in range(layers)]
     return [_SLIDING if one else _FULL for one in slides]
-
-
-def _by_layer(facts: Facts, key: str, layers: int) -> list[Any]:
-    """A value for each layer, which the metadata may have as one number.
-
-    Raises:
-        CheckpointError: There are more, or fewer.
-    """
-    meta = facts.metadata
-    if not meta.holds(key, list):
-        return [meta.require(key, int)] * layers
-    found: list[Any] = meta.require(key, list)
-    if len(found) not in (layers, facts.num_layers()):
-        raise CheckpointError(
-            f"{meta.path}: {meta.name(key)} has {len(found)} entries for {layers} layers. "
-            "Download it again."
-        )
-    return found[:layers]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
@@ -36,6 +37,20 @@ DELTA_NETS: Mapping[str, Any] = {
     "ssm.group_count": 2,
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 32,
+}
+SPACES: Mapping[str, Any] = {
+    "attention.head_count_kv": [0, 4],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 128,
+}
+BLOCKS: Mapping[str, Any] = {  # a state space, attention, and what is behind it
+    **SPACES,
+    "block_count": 3,
+    "attention.head_count_kv": [0, 4, 0],
+    "feed_forward_length": [0, 0, 96],
 }
 SHARED_EXPERT: Mapping[str, Any] = {
     "expert_feed_forward_length": 32,
@@ -88,6 +103,21 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"expert_gating_func": 2, "expert_feed_forward_length": 32},
     "gemma2": {"attention.sliding_window": 8},
     "gemma3": {"attention.sliding_window": 8},
+    "gemma4": {
+        "attention.head_count_kv": 4,
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [True, False],
+        **{f"attention.{name}_length": 16 for name in ("key", "value")},
+        **{f"attention.{name}_length_swa": 16 for name in ("key", "value")},
+    },
+    "granitehybrid": {**SPACES, "rope.scaling.finetuned": False},
+    "nemotron_h": {**LAYER_NORM, **BLOCKS},
+    "nemotron_h_moe": {
+        **LAYER_NORM,
+        **BLOCKS,
+        **SHARED_EXPERT,
+        "attention.layer_norm_rms_epsilon": 1e-5,  # which the converter writes besides
+    },
     "glm4moe": {
         "expert_gating_func": 2,
         "expert_feed_forward_length": 32,
@@ -100,8 +130,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 WITH_EXPERTS = (
     *("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
     *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
-    *("ernie4_5-moe", "qwen3next"),
+    *("ernie4_5-moe", "nemotron_h_moe", "qwen3next"),
 )
+# Small tensors.
+NUMBERS: Mapping[str, Mapping[str, list[float]]] = {
+    "gemma4": {"rope_freqs.weight": [1.0] * 2 + [float(np.float32(1e30))] * 6}
+}
 
 
 def facts(
@@ -115,7 +149,7 @@ def facts(
     values = {f"{architecture}.{key}": one for key, one in own.items()}
     kept = {key: value for key, value in values.items() if value is not None}
     metadata = Metadata({"general.architecture": architecture, **kept}, Path("model.gguf"))
-    found = numbers or {}
+    found = numbers or NUMBERS.get(architecture, {})
     layers = [f"blk.{layer}.attn_norm.weight" for layer in range(own["block_count"])]
     shapes = {"token_embd.weight": (100, 64)}
     shapes |= dict.fromkeys((*layers, *tensors, *found), (1,))
@@ -279,9 +313,22 @@ def test_experts_by_sigmoids(architecture: str) -> None:
     assert (read.experts.sigmoid, read.experts.corrected) == (True, True)
     assert (read.experts.normalized, read.experts.scale) == (True, 2.5)
     assert read.experts.shared_size == 64
-    for key, value in (("expert_gating_func", 1), ("expert_group_count", 4)):
-        with pytest.raises(UnsupportedModelError, match=f"{key} is {value}; of the architecture"):
-            read_config(facts(architecture, **own | {key: value}))
+    grouped = {"expert_group_count": 2, "expert_group_used_count": 1}
+    groups = spec(facts(architecture, **own | grouped)).experts
+    assert groups is not None
+    assert (groups.groups, groups.groups_per_token) == (2, 1)
+    with pytest.raises(UnsupportedModelError, match="expert_gating_func is 1; of the architecture"):
+        read_config(facts(architecture, **own | {"expert_gating_func": 1}))
+
+
+def test_solar_open_has_no_dense_layers() -> None:
+    """So its files lack their size, which others must have."""
+    keys = {"feed_forward_length": None, "leading_dense_block_count": 0}
+    read = spec(facts("glm4moe", **keys))
+    assert read.experts is not None
+    assert read.experts.layers is None  # all of them
+    with pytest.raises(CheckpointError, match=r"lacks the key glm4moe\.feed_forward_length"):
+        spec(facts("glm4moe", **keys | {"leading_dense_block_count": 1}))
 
 
 def test_shared_experts() -> None:
@@ -395,27 +442,26 @@ def test_deepseek_v3() -> None:
         spec(facts("deepseek2", **keys))
 
 
-def test_glm_4_7_flash_is_known_by_its_layers() -> None:
-    found = facts("deepseek2", block_count=47, leading_dense_block_count=1)
-    shapes = {**found.shapes, "token_embd.weight": (154_880, 64)}
-    read = spec(Facts(found.metadata, shapes, found.numbers))
-    assert read.family == "deepseek_v3"
+def test_glm_4_7_flash_is_known_by_its_correction() -> None:
+    """Of scores: its files do not say by which function they are."""
+    keys = {"block_count": 3, "leading_dense_block_count": 1, "nextn_predict_layers": 1}
+    read = spec(facts("deepseek2", "blk.1.exp_probs_b.bias", **keys))
+    assert (read.family, read.num_layers) == ("deepseek_v3", 2)
+    assert spec(facts("deepseek2")).family == "deepseek_v2"
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "message"),
     [
-        ({"expert_group_count": None}, CheckpointError, "lacks the key deepseek2.expert_group_c"),
-        ({"attention__key_length_mla": None}, CheckpointError, "lacks the key .*key_length_mla"),
-        ({"attention__head_count_kv": 4}, UnsupportedModelError, "head_count_kv is 4; of the arch"),
-        ({"attention__key_length": 40}, UnsupportedModelError, "key_length is 40"),
-        ({"expert_gating_func": 4}, UnsupportedModelError, "expert_gating_func is 4"),
+        ({"expert_group_count": None}, "expert_group_count, so it was made"),
+        ({"attention__key_length_mla": None}, "before llama.cpp cached lat"),
+        ({"attention__head_count_kv": 4}, "head_count_kv is 4; of the arch"),
+        ({"attention__key_length": 40}, "key_length is 40"),
+        ({"expert_gating_func": 4}, "expert_gating_func is 4"),
     ],
 )
-def test_what_older_files_of_deepseek_lack(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_what_older_files_of_deepseek_lack(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
         spec(facts("deepseek2", **changes))
 
 

@@ -1,0 +1,78 @@
+"""Experts and latent attention in GGUF files, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.published.converted import Model, check
+from tests.published.places import needs_llama_cpp
+from tests.tiers import every
+
+pytestmark = needs_llama_cpp
+
+SIGMOID = {"scoring_func": "sigmoid"}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+    **{"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+HUNYUAN = {
+    **{"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 10_000.0,
+        "alpha": 1000.0,
+        "factor": 1.0,
+    },
+    "max_position_embeddings": 32_768,
+}
+WHOLE = {  # heads rotate, as is told of Solar Open
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}
+}
+HUNYUAN_MOE = {"moe_intermediate_size": [64] * 2, "num_shared_expert": [1] * 2, "moe_topk": [3] * 2}
+FURTHER = {"num_nextn_predict_layers": 1}
+MODELS: Mapping[str, Model] = {
+    "afmoe": Model(
+        "afmoe",
+        {"num_hidden_layers": 4, "layer_types": None},
+        {"score_func": "sigmoid", "route_norm": True},
+    ),
+    "deepseek-v2": Model("deepseek-v2", {"rope_parameters": YARN}, {"scoring_func": "softmax"}),
+    "deepseek-v2-lite": Model(
+        "deepseek-v2-lite", {"n_group": 1, "topk_group": 1}, {"scoring_func": "softmax"}
+    ),
+    "deepseek-v3": Model("deepseek-v3", {"rope_parameters": YARN}, SIGMOID),
+    "dots1": Model("dots1", {"sliding_window": None, "layer_types": None}, SIGMOID),
+    "ernie-moe": Model("ernie-moe"),
+    "exaone-moe": Model("exaone-moe", {}, SIGMOID),
+    "glm4-moe": Model("glm4-moe"),
+    "glm4-moe-lite": Model("glm4-moe-lite", {}, {"first_k_dense_replace": 1}),
+    "gpt-oss": Model("gpt-oss", {"swiglu_limit": 7.0}),
+    "gpt-oss-16bit": Model("gpt-oss-16bit", {"swiglu_limit": 7.0, "layer_types": None}),
+    "exaone-moe-further": Model("exaone-moe", {}, SIGMOID | FURTHER, further="mtp.layers.0."),
+    "glm4-moe-further": Model("glm4-moe", {}, FURTHER, further="model.layers.3."),
+    "glm4-moe-lite-further": Model(
+        "glm4-moe-lite", {}, FURTHER | {"first_k_dense_replace": 1}, further="model.layers.3."
+    ),
+    "granitemoe": Model("granitemoe"),
+    "granitemoeshared": Model("granitemoeshared"),
+    "hunyuan-moe": Model("hunyuan-moe", HUNYUAN, HUNYUAN_MOE),
+    "minimax-m2": Model("minimax-m2", {}, SIGMOID),
+    "mixtral": Model("mixtral", {"sliding_window": None}),
+    "moonlight": Model(
+        "deepseek-v3-halves", {"rope_interleave": True, "norm_topk_prob": True}, SIGMOID
+    ),
+    "olmoe": Model("olmoe"),
+    "qwen2-moe": Model("qwen2-moe"),
+    "qwen3-moe": Model("qwen3-moe", {"mlp_only_layers": []}),
+    "solar-open": Model("solar-open", WHOLE),
+    "solar-open-groups": Model("solar-open-groups", WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", every(4, MODELS))
+def test_logits(tmp_path: Path, name: str) -> None:
+    check(MODELS[name], tmp_path)
