@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
+from onnxport.serving.http.tool_formats.base import (
+    ARGUMENTS,
+    ID,
+    NAME,
+    QUOTED,
+    Tagged,
+    ToolFormat,
+)
+from onnxport.serving.http.tool_formats.literal_rules import LiteralRules, NotSaidError
 from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.structured.schema import inner_schemas
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs, compact
@@ -148,6 +156,8 @@ class _Writer:
         """Return the rules of `call_{index}`, a call of a function."""
         if self._in_json:
             return [f"call_{index}: %json {compact(self._schema(name, parameters))}"]
+        if literal := self._literal(index, name, parameters):
+            return literal
         tagged = self._syntax.tagged and self._syntax.tagged(name, parameters)
         if not tagged:
             ways = (self._written.call, *self._written.other_calls)
@@ -159,6 +169,32 @@ class _Writer:
         for at, each in enumerate(tagged.arguments):
             rules += self._argument(f"{index}_{at}", each)
         return rules
+
+    def _literal(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
+        """Return the rules of a call whose arguments are no JSON; none: it has to be JSON."""
+        literals = self._syntax.literals
+        if literals is None:
+            return []
+        writer = LiteralRules(
+            literals, f"literal_{index}", parameters, self._spelled, self._any_text
+        )
+        try:
+            arguments = writer.members(parameters)
+        except NotSaidError:
+            return []
+        call = self._call(literals.call, name, arguments)
+        return [f"call_{index}: {call}", *filter(None, writer.rules)]
+
+    def _any_text(self, name: str, closing: str) -> list[str]:
+        """Return the rules of a name for any text up to another one and with it."""
+        first, *_ = self._atoms(closing)
+        if not isinstance(first, str):
+            return [f"{name}: /{ANY_TEXT}/ {self._spelled(closing)}"]
+        behind = self._spelled(closing[len(first) :])
+        return [
+            f"{name}: {_joined(f'{name}_text', behind)}",
+            f"{name}_text[lazy]: /{ANY_TEXT}{_pattern(first)}/",
+        ]
 
     def _schema(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JSON schema of a call, whose arguments follow another one."""
@@ -178,27 +214,24 @@ class _Writer:
         """Return the rules of an argument in its tags."""
         name = "/[^<>\\s]+/" if argument.name is None else _text(argument.name)
         opening = _joined(self._spelled(argument.before), name, self._spelled(argument.between))
-        value, rule = f"value_{place}", ""
-        closing = self._spelled(argument.after)
+        value = f"value_{place}"
+        if argument.value is None:
+            whole = f"argument_{place}: {_joined(opening, value)}"
+            return [whole, *self._any_text(value, argument.after)]
         if isinstance(argument.value, Mapping):
             rule = f"{value}: %json {compact(argument.value)}"
-        elif argument.value is not None:
-            rule = f"{value}: {' | '.join(map(_text, argument.value))}"
         else:
-            first, *_ = self._atoms(argument.after)
-            rule = f"{value}: /{ANY_TEXT}/"
-            if isinstance(first, str):
-                rule = f"{value}[lazy]: /{ANY_TEXT}{_pattern(first)}/"
-                closing = self._spelled(argument.after[len(first) :])
+            rule = f"{value}: {' | '.join(map(_text, argument.value))}"
+        closing = self._spelled(argument.after)
         return [f"argument_{place}: {_joined(opening, value, closing)}", rule]
 
     def _call(self, way: str, name: str, arguments: str) -> str:
         """Return a call of a function, written in one way; arguments follow another rule."""
         before, behind = way.split(ARGUMENTS)
         quoted = json.dumps(name, ensure_ascii=False)  # as chat templates write it
-        parts = re.split(f"({re.escape(NAME)}|{re.escape(QUOTED)})", before)
-        names = {NAME: name, QUOTED: quoted}
-        told = [_text(names[part]) if part in names else self._spelled(part) for part in parts]
+        parts = re.split(f"({'|'.join(map(re.escape, (NAME, QUOTED, ID)))})", before)
+        places = {NAME: _text(name), QUOTED: _text(quoted), ID: f"/{self._written.id_pattern}/"}
+        told = [places.get(part) or self._spelled(part) for part in parts]
         return _joined(*told, arguments, self._spelled(behind))
 
     def forced(self, several: bool) -> list[str]:
