@@ -97,7 +97,7 @@ def test_every_format_is_told_on_the_command_line(capsys: pytest.CaptureFixture[
     assert build_parser().parse_args([*given, "mistral"]).tool_call_parser == "mistral"
     with pytest.raises(SystemExit):
         build_parser().parse_args([*given, "llama4"])
-    assert "give auto, or one of glm4," in capsys.readouterr().err
+    assert "give auto, or one of apertus," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ def test_calls_behind_a_thought(case: Case) -> None:
 
 
 @cache
-def vocabulary(case: Case) -> tuple[Tokenizer, Vocabulary]:
-    """Return a tokenizer in which the format's texts are special tokens."""
+def vocabulary(*texts: str) -> tuple[Tokenizer, Vocabulary]:
+    """Return a tokenizer in which some texts are special tokens."""
     fast = byte_level()
-    fast.add_special_tokens([AddedToken(text, special=True) for text in case.syntax.tokens])
+    fast.add_special_tokens([AddedToken(text, special=True) for text in texts])
     words = Tokenizer(fast, frozenset([fast.token_to_id(EOS)]))
     return words, Vocabulary.build(words, words.vocab_size, words.eos_token_ids)
 
@@ -105,7 +105,7 @@ def allowed(case: Case, text: str, *, in_tokens: bool, **how: Any) -> bool:
     """Whether a form of calls allows a text."""
     if not in_tokens:
         return accepts(compiled(calls(case.tools, case.syntax, **how)), text)
-    words, tokens = vocabulary(case)
+    words, tokens = vocabulary(*case.syntax.tokens)
     special = {one: words.token_to_id(one) for one in case.syntax.tokens}
     found = {one: token for one, token in special.items() if token is not None}
     form = calls(case.tools, case.syntax, found, **how)
@@ -122,15 +122,15 @@ def test_forced_calls_are_what_a_template_writes(case: Case, in_tokens: bool) ->
     for arguments in ARGUMENTS:
         if '"' in arguments["text"] and not case.escapes:
             continue
-        text = case.answer(message(case.told(arguments))).strip()
+        text = case.answer(message(case.told(arguments))).strip("\n")
         assert allowed(case, text, in_tokens=in_tokens, several=False), text
         assert allowed(case, text, in_tokens=in_tokens, several=True, forced=False), text
-    both = case.answer(message(*[ARGUMENTS[0], None][: case.most])).strip()
+    both = case.answer(message(*[ARGUMENTS[0], None][: case.most])).strip("\n")
     assert allowed(case, both, in_tokens=in_tokens, several=True)
     assert allowed(case, both, in_tokens=in_tokens, several=False) == (case.most == 1)
-    wrong = case.answer(message({"text": "a", "yes": 3})).strip()
+    wrong = case.answer(message({"text": "a", "yes": 3})).strip("\n")
     for text in (wrong, "Hm & so.", ""):
         assert not allowed(case, text, in_tokens=in_tokens, several=True), text
-    wait = case.answer(message(None)).strip()
+    wait = case.answer(message(None)).strip("\n")
     assert allowed(case, wait, in_tokens=in_tokens, several=False, name="wait")
     assert not allowed(case, wait, in_tokens=in_tokens, several=False, name="find_places")

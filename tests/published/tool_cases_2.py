@@ -265,6 +265,7 @@ CASES = [
         PHI4_MINI_WORD,
         LLAMA3_START,
         ("<|eot_id|>",),
+        before=" ",
         variables=FIREFUNCTION,
     ),
     *(

@@ -116,13 +116,26 @@ class Literals:
 
     Attributes:
         call: as of `Written`.
-        quote: on both sides of a text, which stands there as it is.
-        holds_any: whether every value stands between quotes that is no object or list in a list.
+        words: what booleans are, true first, and null, by the name of the type.
+        quote: on both sides of a text, which stands there as it is; empty: arguments and values are
+            Python's.
+        holds_any: whether every other value may stand between quotes, too.
     """
 
     call: str
-    quote: str
+    words: Mapping[str, tuple[str, ...]]
+    quote: str = ""
     holds_any: bool = False
+
+    @property
+    def is_python(self) -> bool:
+        """Whether arguments and values are Python's."""
+        return not self.quote
+
+
+PYTHON_LITERALS = Literals(
+    f"{NAME}({ARGUMENTS})", {"boolean": ("True", "False"), "null": ("None",)}
+)
 
 
 def long_id() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from onnxport.serving.http.tool_formats.base import (
     Tagged,
     ToolFormat,
 )
-from onnxport.serving.http.tool_formats.literal_rules import LiteralRules, NotSaidError
+from onnxport.serving.http.tool_formats.literal_rules import LiteralRules, NotSaidError, is_name
 from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.structured.schema import inner_schemas
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs, compact
@@ -62,6 +63,7 @@ def calls(
     writer = _Writer(syntax, special, names, in_json=alone)
     rules = writer.forced(several) if forced or alone else writer.free(several)
     rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
+    offered = {}
     left = MAX_CHARS
     left_out: list[str] = []
     for index, function in functions.items():
@@ -76,7 +78,8 @@ def calls(
                     f"tools.{index}.function.parameters",
                 )
         parameters = _parameters(index, function, left_out) if enforced else {"type": "object"}
-        rules += writer.function(index, function["name"], parameters)
+        offered[index] = function["name"], parameters
+    rules += writer.functions(offered)
     tell("tools", left_out)
     grammar = "\n".join(rules)
     if len(grammar) > MAX_CHARS:
@@ -152,12 +155,24 @@ class _Writer:
         self._written = syntax.written
         self._special = special
 
-    def function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
+    def functions(self, offered: Mapping[int, tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Return the rules of `call_{index}` for each function: its name and its parameters.
+
+        Where a block may hold several calls they are all of one kind.
+        """
+        rules: dict[int, list[str]] = {}
+        for index, function in offered.items():
+            with contextlib.suppress(NotSaidError):
+                rules[index] = self._literal(index, *function)
+        if len(rules) < len(offered) and self._written.between_calls is not None:
+            rules = {}
+        told = (rules.get(index) or self._function(index, *offered[index]) for index in offered)
+        return [rule for each in told for rule in each]
+
+    def _function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
         """Return the rules of `call_{index}`, a call of a function."""
         if self._in_json:
             return [f"call_{index}: %json {compact(self._schema(name, parameters))}"]
-        if literal := self._literal(index, name, parameters):
-            return literal
         tagged = self._syntax.tagged and self._syntax.tagged(name, parameters)
         if not tagged:
             ways = (self._written.call, *self._written.other_calls)
@@ -171,19 +186,19 @@ class _Writer:
         return rules
 
     def _literal(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
-        """Return the rules of a call whose arguments are no JSON; none: it has to be JSON."""
+        """Return the rules of a call whose arguments are no JSON.
+
+        Raises:
+            NotSaidError: it has to be JSON.
+        """
         literals = self._syntax.literals
-        if literals is None:
-            return []
+        if literals is None or (literals.is_python and not is_name(name)):
+            raise NotSaidError
         writer = LiteralRules(
             literals, f"literal_{index}", parameters, self._spelled, self._any_text
         )
-        try:
-            arguments = writer.members(parameters)
-        except NotSaidError:
-            return []
-        call = self._call(literals.call, name, arguments)
-        return [f"call_{index}: {call}", *filter(None, writer.rules)]
+        arguments, rules = writer.arguments()
+        return [f"call_{index}: {self._call(literals.call, name, arguments)}", *rules]
 
     def _any_text(self, name: str, closing: str) -> list[str]:
         """Return the rules of a name for any text up to another one and with it."""
@@ -214,25 +229,31 @@ class _Writer:
         """Return the rules of an argument in its tags."""
         name = "/[^<>\\s]+/" if argument.name is None else _text(argument.name)
         opening = _joined(self._spelled(argument.before), name, self._spelled(argument.between))
-        value = f"value_{place}"
-        if argument.value is None:
-            whole = f"argument_{place}: {_joined(opening, value)}"
-            return [whole, *self._any_text(value, argument.after)]
+        value, rule = f"value_{place}", ""
+        closing = self._spelled(argument.after)
         if isinstance(argument.value, Mapping):
             rule = f"{value}: %json {compact(argument.value)}"
-        else:
+        elif argument.value is not None:
             rule = f"{value}: {' | '.join(map(_text, argument.value))}"
-        closing = self._spelled(argument.after)
+        else:
+            first, *_ = self._atoms(argument.after)
+            rule = f"{value}: /{ANY_TEXT}/"
+            if isinstance(first, str):
+                rule = f"{value}[lazy]: /{ANY_TEXT}{_pattern(first)}/"
+                closing = self._spelled(argument.after[len(first) :])
         return [f"argument_{place}: {_joined(opening, value, closing)}", rule]
 
     def _call(self, way: str, name: str, arguments: str) -> str:
         """Return a call of a function, written in one way; arguments follow another rule."""
-        before, behind = way.split(ARGUMENTS)
         quoted = json.dumps(name, ensure_ascii=False)  # as chat templates write it
-        parts = re.split(f"({'|'.join(map(re.escape, (NAME, QUOTED, ID)))})", before)
-        places = {NAME: _text(name), QUOTED: _text(quoted), ID: f"/{self._written.id_pattern}/"}
-        told = [places.get(part) or self._spelled(part) for part in parts]
-        return _joined(*told, arguments, self._spelled(behind))
+        places = {
+            NAME: _text(name),
+            QUOTED: _text(quoted),
+            ID: f"/{self._written.id_pattern}/",
+            ARGUMENTS: arguments,
+        }
+        parts = re.split(f"({'|'.join(map(re.escape, places))})", way)
+        return _joined(*(places.get(part) or self._spelled(part) for part in parts))
 
     def forced(self, several: bool) -> list[str]:
         """Return the rules of a text that is calls and nothing else."""

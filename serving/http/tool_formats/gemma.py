@@ -31,6 +31,8 @@ MOST_NESTED: Final = 100
 _ENDS: Final = ",]}"  # of a bare value
 _BARE: Final = re.compile(r"[^{}\[\],<>]+")  # what a name may be that has no marks around it
 
+_WORDS: Final = {"boolean": ("true", "false"), "null": ("null", "None")}
+
 
 class _NoValueError(Exception):
     """What stands here is no value."""
@@ -183,7 +185,7 @@ def _gemma(name: str, opening: str, closing: str, quote: str, *, holds_any: bool
         further=(closing, quote),
         read=GemmaReader(opening, closing, quote, holds_any),
         written=Written(opening, closing, call, between_blocks=""),
-        literals=Literals(call, quote, holds_any=holds_any),
+        literals=Literals(call, _WORDS, quote, holds_any),
         recognizes=lambda template: opening in template and quote in template,
     )
 

@@ -56,7 +56,9 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
 def _tagged(name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
     """Return how a call is written, with the tags around it; see `Tags.written`."""
     call = _TAGS.written(name, parameters)
-    return call and TaggedCall(f"{CALL[0]}{call.before}", call.arguments, CALL[1])
+    return call and TaggedCall(
+        f"{CALL[0]}{call.before}", call.arguments, f"{call.behind}{CALL[1]}\n"
+    )
 
 
 HY3 = ToolFormat(
@@ -65,10 +67,7 @@ HY3 = ToolFormat(
     further=(CALLS[1], CALL[1], SEPARATOR, *KEY, *VALUE),
     read=read,
     written=Written(
-        f"{CALLS[0]}\n",
-        f"\n{CALLS[1]}",
-        f"{CALL[0]}\n{JSON_CALL}\n{CALL[1]}",
-        between_calls="\n",
+        f"{CALLS[0]}\n", CALLS[1], f"{CALL[0]}\n{JSON_CALL}\n{CALL[1]}\n", between_calls=""
     ),
     tagged=_tagged,
     recognizes=lambda template: "<tool_sep{}>" in template or SEPARATOR in template,

@@ -9,7 +9,7 @@ cards and chat templates.
 from __future__ import annotations
 
 from onnxport.serving.called_messages import END, START, is_lfm2
-from onnxport.serving.http.tool_formats.base import ToolFormat, Written
+from onnxport.serving.http.tool_formats.base import PYTHON_LITERALS, ToolFormat, Written
 from onnxport.serving.http.tool_formats.pythonic import PythonicReader
 
 LFM2 = ToolFormat(
@@ -18,5 +18,6 @@ LFM2 = ToolFormat(
     further=(END,),
     read=PythonicReader(START, END),
     written=Written(f"{START}[", f"]{END}", between_calls=", "),
+    literals=PYTHON_LITERALS,
     recognizes=is_lfm2,
 )

@@ -13,6 +13,7 @@ import uuid
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
     ID,
+    JSON_CALL,
     NAME,
     Block,
     Functions,
@@ -24,6 +25,7 @@ from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
 
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ID_LENGTH = 9
+ID_PATTERN = f"[A-Za-z0-9]{{{ID_LENGTH}}}"
 _read_list = JsonReader((OPEN,))
 
 
@@ -77,11 +79,20 @@ MISTRAL_ID = _mistral(
         f"{NAME}{CALL_ID}{ID}{ARGS}{ARGUMENTS}",
         between_blocks="",
         other_calls=(f"{NAME}{ARGS}{ARGUMENTS}",),
-        id_pattern=f"[A-Za-z0-9]{{{ID_LENGTH}}}",
+        id_pattern=ID_PATTERN,
     ),
     (OPEN, CALL_ID, ARGS),
 )
 MISTRAL_NAME = _mistral(
     Written(OPEN, "", f"{NAME}{ARGS}{ARGUMENTS}", between_blocks=""), (OPEN, ARGS)
 )
-MISTRAL_LIST = _mistral(Written(f"{OPEN}[", "]", between_calls=", "), (OPEN,))
+MISTRAL_LIST = _mistral(
+    Written(
+        f"{OPEN}[",
+        "]",
+        between_calls=", ",
+        other_calls=(f'{JSON_CALL[:-1]}, "id": "{ID}"}}',),
+        id_pattern=ID_PATTERN,
+    ),
+    (OPEN,),
+)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import (
+    PYTHON_LITERALS,
     Block,
     Functions,
     ParsedCall,
@@ -138,5 +139,6 @@ PYTHONIC = ToolFormat(
     further=(END,),
     read=PythonicReader(START, END),
     written=Written("[", "]", between_calls=", ", optional_marker=START),
+    literals=PYTHON_LITERALS,
     recognizes=lambda template: "[func_name1(" in template,
 )

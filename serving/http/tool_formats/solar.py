@@ -6,6 +6,9 @@ ends it. The id is the model's; the call gets one of ours. Source: the model's c
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
     ID,
@@ -21,7 +24,7 @@ from onnxport.serving.http.tool_formats.json_calls import call
 CALLS, CALLS_END = "<|tool_calls|>", "<|calls|>"
 BEGIN, FUNCTION = "<|tool_call:begin|>", "<|tool_call:name|>"
 ARGS, END = "<|tool_call:args|>", "<|tool_call:end|>"
-MOST_ID = 100  # characters
+_ID: Final = re.compile(r"[^<>\s]*")
 
 
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
@@ -33,7 +36,9 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     if not cursor.take(BEGIN):
         return none
     none = Block(cursor.at)
-    if not _take_id(cursor):
+    found_id = _ID.match(text, cursor.at)
+    cursor.at = found_id.end() if found_id else cursor.at
+    if not cursor.take(FUNCTION):
         return none
     cursor.skip_space()
     name = cursor.take(*functions)
@@ -50,17 +55,6 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
         end = cursor.at if cursor.take(mark) else end
         cursor.at = end
     return Block(end, (found,))
-
-
-def _take_id(cursor: Cursor) -> bool:
-    """Go past an id and the mark behind it; returns whether that is there."""
-    for _ in range(MOST_ID):
-        if cursor.take(FUNCTION):
-            return True
-        if not cursor.next():
-            break
-        cursor.at += 1
-    return False
 
 
 SOLAR = ToolFormat(
