@@ -11,6 +11,7 @@ from onnxport.serving.http.tool_formats.functionary import FUNCTIONARY_MESSAGE, 
 from onnxport.serving.http.tool_formats.gemma import FUNCTION_GEMMA, GEMMA4
 from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
 from onnxport.serving.http.tool_formats.hy3 import HY3
+from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_ID
 from onnxport.serving.http.tool_formats.nemotron import NEMOTRON
 from onnxport.serving.http.tool_formats.solar import SOLAR
@@ -53,6 +54,8 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
             (syntax, f"{opening}[{J_ADD}, {J_ALL[:-9]}", f", {J_ALL[:-9]}", [ADD]),  # cut
         )
     ),
+    (LLAMA3_JSON, "<|python_tag|>add.call(a=1)", "", [ADD]),
+    (LLAMA3_JSON, 'So.\n<|python_tag|>add.call(t="x, (y)", a=2)', "So.", [values(t="x, (y)", a=2)]),
     (XLAM, f"[{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
     (XLAM, f"\n```json\n[{J_ADD}]\n```", "", [ADD]),
     (XLAM, f"So:\n```json\n[{J_ADD}]\n```", "So:", [ADD]),
@@ -77,6 +80,7 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
     (COHERE_FENCE, f"Action:```json[{C_ADD}]", "", [ADD]),
     (SOLAR, f"<|tool_calls|>{S_ADD}{S_ADD}<|calls|>", "", [ADD, ADD]),
     (SOLAR, f"{S_ADD} \n<|calls|>", "", [ADD]),
+    (SOLAR, f"Hm.<|begin|>assistant<|tool_calls|>{S_ADD}<|calls|>", "Hm.", [ADD]),
     (SOLAR, S_ADD.removesuffix("<|tool_call:end|>"), "", [ADD]),
     (HY3, f"{HY_OPEN}\n{HY_ADD}\n{HY_ADD}\n{HY_CLOSE}", "", [ADD, ADD]),
     (HY3, f"Hm.{HY_OPEN}{HY_ADD}", "Hm.", [ADD]),
@@ -127,6 +131,9 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (HUNYUAN, "<tool_calls>none</tool_calls>"),
     (HUNYUAN, f"[{J_ADD}]"),
     (NEMOTRON, f"<TOOLCALL>[{OTHER}]</TOOLCALL>"),
+    (LLAMA3_JSON, "<|python_tag|>sub.call(a=1)"),
+    (LLAMA3_JSON, "<|python_tag|>add.call(1)"),
+    (LLAMA3_JSON, "<|python_tag|>add(a=1)"),
     (XLAM, "[1, 2]"),
     (XLAM, f"So: [{J_ADD}]"),
     (XLAM, '```json\n{"a": 1}\n```'),

@@ -111,6 +111,7 @@ class Case:
         before: what an answer without a thought begins with.
         left_out: names of arguments whose types or values the template cannot tell.
         escapes: whether it writes texts so that they can be told from what is around them.
+        in_python: whether it writes true, false and null as Python does.
         variables: that it needs.
     """
 
@@ -125,6 +126,7 @@ class Case:
     before: str = ""
     left_out: tuple[str, ...] = ()
     escapes: bool = True
+    in_python: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -142,6 +144,11 @@ class Case:
     def told(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return arguments as far as the template can tell them."""
         return {key: one for key, one in arguments.items() if key not in self.left_out}
+
+    def prompt(self, *messages: dict[str, Any]) -> str:
+        """Return the prompt of a conversation that begins with a question."""
+        told = [{"role": "user", "content": QUESTION}, *messages]
+        return self.template.render(told, self.tools, True, **self.variables)
 
     def answer(self, message: dict[str, Any]) -> str:
         """Return a message as the model would have written it."""
@@ -226,6 +233,7 @@ CASES = [
         IM_START,
         ("\n<|im_end|>",),
         before="<think></think>",
+        in_python=True,
         closes="</think>\n",
     ),
     Case("mistralai-Mistral-Nemo-Instruct-2407", MISTRAL_LIST, "[/INST]", keeps=None),

@@ -116,16 +116,18 @@ class Literals:
 
     Attributes:
         call: as of `Written`.
-        words: what booleans are, true first, and null, by the name of the type.
+        words: what booleans are, true and false in turn, and null, by the name of the type.
         quote: on both sides of a text, which stands there as it is; empty: arguments and values are
             Python's.
         holds_any: whether every other value may stand between quotes, too.
+        is_sorted: whether members stand in the order of their names.
     """
 
     call: str
     words: Mapping[str, tuple[str, ...]]
     quote: str = ""
     holds_any: bool = False
+    is_sorted: bool = False
 
     @property
     def is_python(self) -> bool:

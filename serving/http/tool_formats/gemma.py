@@ -31,8 +31,6 @@ MOST_NESTED: Final = 100
 _ENDS: Final = ",]}"  # of a bare value
 _BARE: Final = re.compile(r"[^{}\[\],<>]+")  # what a name may be that has no marks around it
 
-_WORDS: Final = {"boolean": ("true", "false"), "null": ("null", "None")}
-
 
 class _NoValueError(Exception):
     """What stands here is no value."""
@@ -177,20 +175,39 @@ class GemmaReader:
         return False
 
 
-def _gemma(name: str, opening: str, closing: str, quote: str, *, holds_any: bool) -> ToolFormat:
-    call = f"call:{NAME}{ARGUMENTS}"
+def _gemma(opening: str, closing: str, literals: Literals, name: str) -> ToolFormat:
+    quote = literals.quote
     return ToolFormat(
         name,
         markers=(opening,),
         further=(closing, quote),
-        read=GemmaReader(opening, closing, quote, holds_any),
-        written=Written(opening, closing, call, between_blocks=""),
-        literals=Literals(call, _WORDS, quote, holds_any),
+        read=GemmaReader(opening, closing, quote, literals.holds_any),
+        written=Written(opening, closing, literals.call, between_blocks=""),
+        literals=literals,
         recognizes=lambda template: opening in template and quote in template,
     )
 
 
-GEMMA4 = _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>', holds_any=False)
+_CALL: Final = f"call:{NAME}{ARGUMENTS}"
+GEMMA4 = _gemma(
+    "<|tool_call>",
+    "<tool_call|>",
+    Literals(
+        _CALL,
+        {"boolean": ("true", "false"), "null": ("null", "None")},
+        quote='<|"|>',
+        is_sorted=True,
+    ),
+    "gemma4",
+)
 FUNCTION_GEMMA = _gemma(
-    "functiongemma", "<start_function_call>", "<end_function_call>", "<escape>", holds_any=True
+    "<start_function_call>",
+    "<end_function_call>",
+    Literals(
+        _CALL,
+        {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")},
+        quote="<escape>",
+        holds_any=True,
+    ),
+    "functiongemma",
 )

@@ -127,17 +127,23 @@ class LiteralRules:
             return [written, *self._held(whole)]
         if kind in ("boolean", "null"):
             words = self._literals.words[kind]
-            return [self._plain(word) for word in words] + self._held({"type": kind})
+            bare = self._rule(" | ".join(map(self._plain, words)))
+            return [bare, *self._quoted(bare)]
         bounds = {key: schema[key] for key in _BOUNDS if key in schema}
-        whole = {"type": kind, **bounds}
-        return [self._rule(f"%json {compact(whole)}"), *self._held(whole)]
+        number = self._rule(f"%json {compact({'type': kind, **bounds})}")
+        return [number, *self._quoted(number)]
 
     def _held(self, schema: Schema) -> list[str]:
         """Return how a value that is no text is written between quotes, where it may be."""
         if not self._literals.holds_any:
             return []
+        return self._quoted(self._rule(f"%json {compact(schema)}"))
+
+    def _quoted(self, rule: str) -> list[str]:
+        if not self._literals.holds_any:
+            return []
         quote = self._spelled(self._literals.quote)
-        return [f"{quote} {self._rule(f'%json {compact(schema)}')} {quote}"]
+        return [f"{quote} {rule} {quote}"]
 
     def _any_text(self) -> str:
         """Write the rules of any text; returns the name of the last one."""
@@ -153,7 +159,7 @@ class LiteralRules:
             raise NotSaidError
         if isinstance(value, bool) or value is None:
             words = self._literals.words["null" if value is None else "boolean"]
-            named = words if value is None else words[:1] if value else words[1:]
+            named = words if value is None else words[0 if value else 1 :: 2]
             return " | ".join(map(self._plain, named))
         if not isinstance(value, str) or self._literals.is_python:
             return self._plain(json.dumps(value, ensure_ascii=False))
@@ -211,7 +217,7 @@ class LiteralRules:
         """Write the rules of members that are there or not; returns the name of the first one."""
         first = behind = self._rule('""')  # what follows none, and what follows another one
         names = list(properties)
-        if not self._literals.is_python:  # as chat templates have them
+        if self._literals.is_sorted:
             names.sort(key=lambda name: (name.lower(), name))
         for name in reversed(names):
             pair = f"{self._key(name, is_call=is_call)} {self._value(properties[name])}"

@@ -86,13 +86,20 @@ MISTRAL_ID = _mistral(
 MISTRAL_NAME = _mistral(
     Written(OPEN, "", f"{NAME}{ARGS}{ARGUMENTS}", between_blocks=""), (OPEN, ARGS)
 )
-MISTRAL_LIST = _mistral(
-    Written(
-        f"{OPEN}[",
-        "]",
-        between_calls=", ",
-        other_calls=(f'{JSON_CALL[:-1]}, "id": "{ID}"}}',),
-        id_pattern=ID_PATTERN,
-    ),
-    (OPEN,),
-)
+
+
+def _list(space: str) -> ToolFormat:
+    """Return the format of templates that write a list, with such space before it."""
+    return _mistral(
+        Written(
+            f"{OPEN}{space}[",
+            "]",
+            between_calls=", ",
+            other_calls=(f'{JSON_CALL[:-1]}, "id": "{ID}"}}',),
+            id_pattern=ID_PATTERN,
+        ),
+        (f"{OPEN}{space}",),
+    )
+
+
+MISTRAL_SPACED, MISTRAL_LIST = _list(" "), _list("")

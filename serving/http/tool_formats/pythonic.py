@@ -67,7 +67,7 @@ class PythonicReader:
         if cursor.take(*functions) is None:
             return none
         cursor.at = begin
-        calls = _calls(cursor.brackets(python=True), functions)
+        calls = calls_in(cursor.brackets(python=True), functions)
         if not calls:
             return none
         end = cursor.at
@@ -75,8 +75,8 @@ class PythonicReader:
         return Block(cursor.at if cursor.take(self.closing) else end, calls)
 
 
-def _calls(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
-    """Return the calls of a list; none unless all are calls of offered functions."""
+def calls_in(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
+    """Return the calls of a list as Python has it; none unless all are of offered functions."""
     if text is None:
         return ()
     try:

@@ -16,7 +16,12 @@ from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
 from onnxport.serving.http.tool_formats.hy3 import HY3
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
-from onnxport.serving.http.tool_formats.mistral import MISTRAL_ID, MISTRAL_LIST, MISTRAL_NAME
+from onnxport.serving.http.tool_formats.mistral import (
+    MISTRAL_ID,
+    MISTRAL_LIST,
+    MISTRAL_NAME,
+    MISTRAL_SPACED,
+)
 from onnxport.serving.http.tool_formats.nemotron import NEMOTRON
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
@@ -41,6 +46,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     FUNCTIONARY_MESSAGE,
     MISTRAL_ID,
     MISTRAL_NAME,
+    MISTRAL_SPACED,
     MISTRAL_LIST,
     SEED_OSS,
     GLM45,

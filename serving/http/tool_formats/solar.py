@@ -21,6 +21,7 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import call
 
+HEADER, HEADER_BEGIN = "<|begin|>assistant", "<|begin|>"  # of a further message
 CALLS, CALLS_END = "<|tool_calls|>", "<|calls|>"
 BEGIN, FUNCTION = "<|tool_call:begin|>", "<|tool_call:name|>"
 ARGS, END = "<|tool_call:args|>", "<|tool_call:end|>"
@@ -30,6 +31,8 @@ _ID: Final = re.compile(r"[^<>\s]*")
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     """Return the block that begins at `start`; see `Reader`."""
     cursor = Cursor(text, start, final)
+    if cursor.take(HEADER):
+        return Block(cursor.at, is_told=False)
     cursor.take(CALLS)
     none = Block(max(cursor.at, start + 1))
     cursor.skip_space()
@@ -59,8 +62,8 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
 
 SOLAR = ToolFormat(
     "solar_open",
-    markers=(CALLS, BEGIN),
-    further=(FUNCTION, ARGS, END, CALLS_END),
+    markers=(CALLS, BEGIN, HEADER),
+    further=(HEADER_BEGIN, FUNCTION, ARGS, END, CALLS_END),
     read=read,
     written=Written(
         CALLS,
