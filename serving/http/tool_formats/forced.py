@@ -195,20 +195,20 @@ class _Writer:
         if literals is None or (literals.is_python and not is_name(name)):
             raise NotSaidError
         writer = LiteralRules(
-            literals, f"literal_{index}", parameters, self._spelled, self._any_text
+            literals, f"literal_{index}", parameters, self._spelled, self._text_up_to
         )
         arguments, rules = writer.arguments()
         return [f"call_{index}: {self._call(literals.call, name, arguments)}", *rules]
 
-    def _any_text(self, name: str, closing: str) -> list[str]:
-        """Return the rules of a name for any text up to another one and with it."""
+    def _text_up_to(self, name: str, closing: str, pattern: str) -> list[str]:
+        """Return the rules of a name for a text of a pattern up to another one, and with it."""
         first, *_ = self._atoms(closing)
         if not isinstance(first, str):
-            return [f"{name}: /{ANY_TEXT}/ {self._spelled(closing)}"]
+            return [f"{name}: /{pattern}/ {self._spelled(closing)}"]
         behind = self._spelled(closing[len(first) :])
         return [
             f"{name}: {_joined(f'{name}_text', behind)}",
-            f"{name}_text[lazy]: /{ANY_TEXT}{_pattern(first)}/",
+            f"{name}_text[lazy]: /{pattern}{_pattern(first)}/",
         ]
 
     def _schema(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _DEFINED: Final = ("$defs", "definitions")
 _SAID: Final = {*ANNOTATIONS, *ROOT_ONLY, *_DEFINED}  # what asks nothing of a value
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ASKED: Final[Mapping[str, set[str]]] = {  # what may be asked of a value of a type
-    "string": set(),
+    "string": {"minLength", "maxLength"},
     "boolean": set(),
     "null": set(),
     "integer": set(_BOUNDS),
@@ -28,8 +28,13 @@ _ASKED: Final[Mapping[str, set[str]]] = {  # what may be asked of a value of a t
 
 _BARE: Final = "[A-Za-z0-9_.$-]+"  # a name that needs no marks
 _WORD: Final = "[A-Za-z_][A-Za-z0-9_]*"
+_WHOLE: Final = "-?(0|[1-9][0-9]{0,99})"  # what every reader can hold
+_NUMBERS: Final = {
+    "integer": _WHOLE,
+    "number": rf"{_WHOLE}(\.[0-9]{{1,99}})?([eE][+-]?[0-9]{{1,2}})?",
+}
 _ESCAPE: Final = r"""\\(["'\\bfnrt]|u[0-9a-fA-F]{4})"""
-_PYTHON_TEXT: Final = "|".join(
+_PYTHON_TEXTS: Final = tuple(
     rf"{quote}([^{quote}\\\x00-\x1f]|{_ESCAPE})*{quote}" for quote in "\"'"
 )
 
@@ -47,7 +52,7 @@ class LiteralRules:
         prefix: str,
         root: Schema,
         spelled: Callable[[str], str],
-        text: Callable[[str, str], list[str]],
+        text: Callable[[str, str, str], list[str]],
     ) -> None:
         """Write nothing yet.
 
@@ -56,7 +61,8 @@ class LiteralRules:
             prefix: of the names of rules.
             root: the schema of the arguments, which others may refer to.
             spelled: returns a text of the format as a grammar has it.
-            text: returns the rules of a name for any text up to a text of the format, and with it.
+            text: returns the rules of a name for a text up to one of the format and with it; the
+                third argument is a regular expression of what stands before.
         """
         self._literals = literals
         self._prefix = prefix
@@ -119,7 +125,7 @@ class LiteralRules:
     def _of_type(self, kind: str, schema: Schema) -> list[str]:
         """Return the ways to write a value of a type that a schema names."""
         if kind == "string":
-            return [self._any_text()]
+            return [self._any_text(schema.get("minLength", 0), schema.get("maxLength"))]
         if kind in ("array", "object"):
             written = self._array(schema) if kind == "array" else self._object(schema)
             defined = {key: self._root[key] for key in _DEFINED if key in self._root}
@@ -130,7 +136,8 @@ class LiteralRules:
             bare = self._rule(" | ".join(map(self._plain, words)))
             return [bare, *self._quoted(bare)]
         bounds = {key: schema[key] for key in _BOUNDS if key in schema}
-        number = self._rule(f"%json {compact({'type': kind, **bounds})}")
+        number = f"%json {compact({'type': kind, **bounds})}" if bounds else f"/{_NUMBERS[kind]}/"
+        number = self._rule(number)
         return [number, *self._quoted(number)]
 
     def _held(self, schema: Schema) -> list[str]:
@@ -145,12 +152,13 @@ class LiteralRules:
         quote = self._spelled(self._literals.quote)
         return [f"{quote} {rule} {quote}"]
 
-    def _any_text(self) -> str:
-        """Write the rules of any text; returns the name of the last one."""
+    def _any_text(self, least: int = 0, most: int | None = None) -> str:
+        """Write the rules of any text of some length; returns the name of the last one."""
+        times = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
         if self._literals.is_python:
-            return self._rule(f"/{_PYTHON_TEXT}/")
+            return self._rule(f"/{'|'.join(one.replace('*', times) for one in _PYTHON_TEXTS)}/")
         text = self._name()
-        self._rules += self._text(text, self._literals.quote)
+        self._rules += self._text(text, self._literals.quote, f"(?s:.{times})")
         return self._rule(f"{self._spelled(self._literals.quote)} {text}")
 
     def _constant(self, value: Any) -> str:
