@@ -6,7 +6,7 @@ import json
 
 from onnxport.serving.http.tool_formats.apertus import APERTUS
 from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
-from onnxport.serving.http.tool_formats.cohere import COHERE_ACTION, COHERE_FENCE
+from onnxport.serving.http.tool_formats.cohere import COHERE3, COHERE4, COHERE_FENCE
 from onnxport.serving.http.tool_formats.functionary import FUNCTIONARY_MESSAGE, FUNCTIONARY_TAG
 from onnxport.serving.http.tool_formats.gemma import FUNCTION_GEMMA, GEMMA4
 from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
@@ -63,14 +63,14 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
     (APERTUS, 'Hm.<|tools_prefix|>[{"add_all": {}}]<|tools_suffix|>', "Hm.", [EMPTY]),
     (APERTUS, '<|tools_prefix|> [{"add_all": null}] <|tools_suffix|>', "", [EMPTY]),
     (
-        COHERE_ACTION,
+        COHERE3,
         f"<|START_ACTION|>[\n    {C_ADD},\n    {C_ALL}\n]<|END_ACTION|>",
         "",
         [ADD, ALL],
     ),
-    (COHERE_ACTION, f"<|START_ACTION|>[{C_ADD}]", "", [ADD]),
+    (COHERE4, f"<|START_ACTION|>[{C_ADD}]", "", [ADD]),
     (
-        COHERE_ACTION,
+        COHERE3,
         f"<|START_ACTION|>[\n    {C_ADD},\n    {C_ALL[:9]}",
         f",\n    {C_ALL[:9]}",
         [ADD],
@@ -139,8 +139,8 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (XLAM, '```json\n{"a": 1}\n```'),
     (APERTUS, '<|tools_prefix|>[{"add": {}, "add_all": {}}]<|tools_suffix|>'),
     (APERTUS, f"<|tools_prefix|>[{J_ADD}]<|tools_suffix|>"),
-    (COHERE_ACTION, f"<|START_ACTION|>[{J_ADD}]<|END_ACTION|>"),
-    (COHERE_ACTION, "<|START_ACTION|>[\n    "),
+    (COHERE3, f"<|START_ACTION|>[{J_ADD}]<|END_ACTION|>"),
+    (COHERE3, "<|START_ACTION|>[\n    "),
     (COHERE_FENCE, "Action: none"),
     (COHERE_FENCE, "Action:\n```json\n[]\n```"),
     (COHERE_FENCE, f"[{C_ADD}]"),
@@ -174,7 +174,7 @@ LONG: list[tuple[ToolFormat, str]] = [
     (NEMOTRON, f"<TOOLCALL>[{J_CODE}]</TOOLCALL>"),
     (XLAM, f"[{J_CODE}]"),
     (APERTUS, f'<|tools_prefix|>[{{"add": {T_CODE}}}]<|tools_suffix|>'),
-    (COHERE_ACTION, f'<|START_ACTION|>[{{"tool_name": "add", "parameters": {T_CODE}}}]'),
+    (COHERE3, f'<|START_ACTION|>[{{"tool_name": "add", "parameters": {T_CODE}}}]'),
     (COHERE_FENCE, f'Action:\n```json\n[{{"tool_name": "add", "parameters": {T_CODE}}}]```'),
     (SOLAR, S_ADD.replace('{"a": 1}', T_CODE)),
     (HY3, HY_ADD.replace(">a<", ">t<").replace(">1<", f">{CODE}<")),

@@ -10,7 +10,7 @@ from typing import Any
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.tool_formats.apertus import APERTUS
 from onnxport.serving.http.tool_formats.base import ToolFormat
-from onnxport.serving.http.tool_formats.cohere import COHERE_ACTION, COHERE_FENCE
+from onnxport.serving.http.tool_formats.cohere import COHERE3, COHERE4, COHERE_FENCE
 from onnxport.serving.http.tool_formats.functionary import FUNCTIONARY_MESSAGE, FUNCTIONARY_TAG
 from onnxport.serving.http.tool_formats.gemma import GEMMA4
 from onnxport.serving.http.tool_formats.harmony import HARMONY
@@ -196,7 +196,7 @@ CASES = [
     ),
     Case(
         "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
-        COHERE_ACTION,
+        COHERE3,
         COHERE_START,
         ("<|END_OF_TURN_TOKEN|>",),
         keeps=None,
@@ -205,7 +205,7 @@ CASES = [
     ),
     Case(
         "Cohere2MoE",
-        COHERE_ACTION,
+        COHERE4,
         COHERE_START,
         ("<|END_OF_TURN_TOKEN|>",),
         keeps=None,

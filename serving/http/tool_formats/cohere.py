@@ -7,6 +7,7 @@ so those of an answer get ids of ours. Source: the models' chat templates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import (
@@ -23,6 +24,7 @@ from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
 
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+TEXT = "<|START_TEXT|>"  # before an answer, of the newer models
 ACTION, FENCE, FENCE_END = "Action:", "```json", "```"
 
 
@@ -49,19 +51,25 @@ def read_action(text: str, start: int, final: bool, functions: Functions) -> Blo
     return found if found.calls else none
 
 
-COHERE_ACTION = ToolFormat(
-    "cohere_command",
-    markers=(OPEN,),
-    further=(CLOSE,),
-    read=JsonReader((OPEN,), closing=CLOSE, call_of=call_of),
-    written=Written(
-        f"{OPEN}[\n    ",
-        f"\n]{CLOSE}",
-        f'{{"tool_call_id": "{ID}", "tool_name": {QUOTED}, "parameters": {ARGUMENTS}}}',
-        between_calls=",\n    ",
-    ),
-    recognizes=lambda template: OPEN in template,
-)
+def _action(name: str, recognizes: Callable[[str], bool]) -> ToolFormat:
+    """Return the format of a generation of models; they write calls alike."""
+    return ToolFormat(
+        name,
+        markers=(OPEN,),
+        further=(CLOSE,),
+        read=JsonReader((OPEN,), closing=CLOSE, call_of=call_of),
+        written=Written(
+            f"{OPEN}[\n    ",
+            f"\n]{CLOSE}",
+            f'{{"tool_call_id": "{ID}", "tool_name": {QUOTED}, "parameters": {ARGUMENTS}}}',
+            between_calls=",\n    ",
+        ),
+        recognizes=recognizes,
+    )
+
+
+COHERE4 = _action("cohere_command4", lambda template: OPEN in template and TEXT in template)
+COHERE3 = _action("cohere_command3", lambda template: OPEN in template)
 COHERE_FENCE = ToolFormat(
     "cohere_command_r",
     markers=(ACTION,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.apertus import APERTUS
 from onnxport.serving.http.tool_formats.base import ToolFormat
-from onnxport.serving.http.tool_formats.cohere import COHERE_ACTION, COHERE_FENCE
+from onnxport.serving.http.tool_formats.cohere import COHERE3, COHERE4, COHERE_FENCE
 from onnxport.serving.http.tool_formats.functionary import FUNCTIONARY_MESSAGE, FUNCTIONARY_TAG
 from onnxport.serving.http.tool_formats.gemma import FUNCTION_GEMMA, GEMMA4
 from onnxport.serving.http.tool_formats.glm4 import GLM4
@@ -35,7 +35,8 @@ FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
     GEMMA4,
     FUNCTION_GEMMA,
-    COHERE_ACTION,
+    COHERE4,
+    COHERE3,
     COHERE_FENCE,
     APERTUS,
     SOLAR,
