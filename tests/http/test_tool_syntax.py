@@ -186,6 +186,12 @@ SERVED = {
         '<|assistant|>add\n{"a": 1}',
         'add\n{"a": "x"}',
     ),
+    "gemma4": (
+        ("<|tool_call>", "<tool_call|>", '<|"|>'),
+        templates.GEMMA4,
+        "<|tool_call>call:add{a:1}<tool_call|>",
+        '<|tool_call>call:add{a:<|"|>x<|"|>}<tool_call|>',
+    ),
     "seed_oss": (
         ("<seed:tool_call>", "</seed:tool_call>"),
         templates.SEED_OSS,

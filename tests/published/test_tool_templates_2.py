@@ -13,11 +13,16 @@ from tokenizers import AddedToken
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall
 from onnxport.serving.http.tool_formats.forced import calls
+from onnxport.serving.http.tool_formats.granite import GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.registry import recognized
-from onnxport.serving.structured.compiler import CompileLimits, compile_grammar
+from onnxport.serving.structured.compiler import (
+    CompiledGrammar,
+    CompileLimits,
+    compile_grammar,
+)
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.tokenizer import Tokenizer
-from tests.serving.structured import accepts, compiled, ids_of
+from tests.serving.structured import ids_of
 from tests.serving.tokenizers_for_tests import EOS, byte_level
 
 from .places import needs_llama_cpp
@@ -62,6 +67,12 @@ def test_templates_that_tell_no_tools(file: str) -> None:
     assert not read(file).tells_tools()
 
 
+def test_a_template_that_writes_no_calls_asks_for_a_format() -> None:
+    template = read("ibm-granite-granite-3.3-2B-Instruct")
+    assert recognized(template.source(with_tools=True)) is GRANITE_TOKEN
+    assert template.tells_tools()
+
+
 @every_case
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
 def test_a_call_is_read_as_it_was_written(case: Case, arguments: dict[str, Any]) -> None:
@@ -101,15 +112,20 @@ def vocabulary(*texts: str) -> tuple[Tokenizer, Vocabulary]:
     return words, Vocabulary.build(words, words.vocab_size, words.eos_token_ids)
 
 
-def allowed(case: Case, text: str, *, in_tokens: bool, **how: Any) -> bool:
-    """Whether a form of calls allows a text."""
-    if not in_tokens:
-        return accepts(compiled(calls(case.tools, case.syntax, **how)), text)
-    words, tokens = vocabulary(*case.syntax.tokens)
-    special = {one: words.token_to_id(one) for one in case.syntax.tokens}
+@cache
+def compiled(case: Case, in_tokens: bool, how: tuple[tuple[str, Any], ...]) -> CompiledGrammar:
+    """Return the compiled form of calls."""
+    words, tokens = vocabulary(*case.syntax.tokens if in_tokens else ())
+    special = {one: words.token_to_id(one) for one in case.syntax.tokens if in_tokens}
     found = {one: token for one, token in special.items() if token is not None}
-    form = calls(case.tools, case.syntax, found, **how)
-    sequence = compile_grammar(form, tokens, CompileLimits()).sequence(0)
+    form = calls(case.tools, case.syntax, found, **dict(how))
+    return compile_grammar(form, tokens, CompileLimits())
+
+
+def allowed(case: Case, text: str, *, in_tokens: bool, **how: Any) -> bool:
+    """Whether a form of calls allows a text, whose marks may be special tokens."""
+    words, _ = vocabulary(*case.syntax.tokens if in_tokens else ())
+    sequence = compiled(case, in_tokens, tuple(how.items())).sequence(0)
     ids = array("q", words.encode(text, add_special_tokens=False))
     if sequence.num_possible(array("q"), ids) < len(ids):
         return False

@@ -95,7 +95,7 @@ def message(
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A published template that takes tools.
 

@@ -1,9 +1,8 @@
 """`<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>`: LFM2 and LFM2.5.
 
 Text may stand on both sides. Between the markers is what `pythonic` reads, or calls in JSON, which
-the models write where they are told to; so are calls written that are forced or strict. Templates
-of LFM2 put tools between markers, and those of LFM2.5 behind words alone. Source: the models'
-cards and chat templates.
+the models write where they are told to. Templates of LFM2 put tools between markers, and those of
+LFM2.5 behind words alone. Source: the models' cards and chat templates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`[f(a=1), g(b="x")]`: Llama 3.2 and 4 with templates that ask for it, ToolACE.
 
-The text is a list of calls as Python has them, with literals as arguments. Where calls are forced
-or strict they are written in JSON, which is read as well: a grammar holds arguments to their schema
-there, and the models know that form, too. Source: the models' chat templates.
+The text is a list of calls as Python has them, with literals as arguments. Calls that are forced or
+strict are written in JSON, which is read as well, where a function's name is none of Python's, or
+its parameters ask for more than a grammar of Python's values says. Source: the models' chat
+templates.
 """
 
 from __future__ import annotations
