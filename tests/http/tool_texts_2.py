@@ -58,6 +58,8 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
     (LLAMA3_JSON, 'So.\n<|python_tag|>add.call(t="x, (y)", a=2)', "So.", [values(t="x, (y)", a=2)]),
     (XLAM, f"[{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
     (XLAM, f"\n```json\n[{J_ADD}]\n```", "", [ADD]),
+    (XLAM, f"[TOOL_CALLS] [{J_ADD}]", "", [ADD]),
+    (XLAM, f"Hm.<tool_call>[{J_ADD}]</tool_call>", "Hm.", [ADD]),
     (XLAM, f"So:\n```json\n[{J_ADD}]\n```", "So:", [ADD]),
     (APERTUS, f'<|tools_prefix|>[{{"add": {{"a": 1}}}}, {{"add_all": {ARGS}}}]', "", [ADD, ALL]),
     (APERTUS, 'Hm.<|tools_prefix|>[{"add_all": {}}]<|tools_suffix|>', "Hm.", [EMPTY]),
