@@ -136,7 +136,7 @@ class ToolCallParser:
     def _begins(self) -> tuple[str, ...]:
         """Return what a block may begin with here, without a marker."""
         if not self._begun:
-            return self.format.begins(self.functions)
+            return (*self.format.begins(self.functions), *self.format.headers)
         return self.format.goes_on if self._behind else ()
 
     def _read(self, start: int, final: bool) -> Block | None:

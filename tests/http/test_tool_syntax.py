@@ -20,7 +20,7 @@ from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOK
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
-from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME, new_id
+from onnxport.serving.http.tool_formats.mistral import MISTRAL_NAME, MISTRAL_SPACED, new_id
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
 from onnxport.serving.http.tool_formats.registry import AUTO, FORMATS, named, recognized
@@ -55,7 +55,7 @@ STRICT: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
         (templates.LLAMA31, LLAMA3_JSON),
         (templates.LLAMA32.replace("\n", " "), LLAMA3_JSON),
         (templates.PYTHONIC, PYTHONIC),
-        (templates.MISTRAL, MISTRAL_LIST),
+        (templates.MISTRAL, MISTRAL_SPACED),
         (templates.MISTRAL_ARGS, MISTRAL_NAME),
         (templates.GRANITE3, GRANITE_TOKEN),
         (templates.GRANITE31, GRANITE_TEXT),
@@ -97,7 +97,7 @@ def test_every_format_is_told_on_the_command_line(capsys: pytest.CaptureFixture[
     assert build_parser().parse_args([*given, "mistral"]).tool_call_parser == "mistral"
     with pytest.raises(SystemExit):
         build_parser().parse_args([*given, "llama4"])
-    assert "give auto, or one of glm4," in capsys.readouterr().err
+    assert "give auto, or one of apertus," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_was_chosen_is_logged(
 
 def test_the_template_for_tools_is_the_one_that_counts() -> None:
     sources = {"default": templates.NO_TOOLS, "tool_use": templates.MISTRAL}
-    assert ToolSyntax.of(AUTO, ChatTemplate(sources), None).format is MISTRAL_LIST
+    assert ToolSyntax.of(AUTO, ChatTemplate(sources), None).format is MISTRAL_SPACED
 
 
 def test_markers_are_special_tokens_or_text(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ SERVED = {
     "mistral": (
         ("[TOOL_CALLS]", "[INST]"),
         templates.MISTRAL,
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
-        '[TOOL_CALLS][{"name": "add", "arguments": {"a": "x"}}]',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": "x"}}]',
     ),
     "mistral-args": (
         ("[TOOL_CALLS]", "[ARGS]"),
@@ -185,6 +185,12 @@ SERVED = {
         templates.GLM4,
         '<|assistant|>add\n{"a": 1}',
         'add\n{"a": "x"}',
+    ),
+    "gemma4": (
+        ("<|tool_call>", "<tool_call|>", '<|"|>'),
+        templates.GEMMA4,
+        "<|tool_call>call:add{a:1}<tool_call|>",
+        '<|tool_call>call:add{a:<|"|>x<|"|>}<tool_call|>',
     ),
     "seed_oss": (
         ("<seed:tool_call>", "</seed:tool_call>"),

@@ -58,4 +58,5 @@ SEED_OSS = f"""{_TOOLS}<seed:tool_call>
 </function>
 </seed:tool_call>{_TURNS}"""
 QWEN3_CODER = SEED_OSS.replace("seed:", "")
+GEMMA4 = f"""{_TOOLS}{{{{ '<|tool_call>call:name{{a:<|"|>x<|"|>}}<tool_call|>' }}}}{_TURNS}"""
 NO_TOOLS = _TURNS

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-NAME, QUOTED, ARGUMENTS = "{name}", "{quoted}", "{arguments}"  # places in `Written.call`
+# Places in `Written.call`.
+NAME, QUOTED, ID, ARGUMENTS = "{name}", "{quoted}", "{id}", "{arguments}"
 JSON_CALL = f'{{"name": {QUOTED}, "arguments": {ARGUMENTS}}}'
 
 Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
@@ -62,12 +63,13 @@ class Written:
 
     Attributes:
         opening, closing: of a block.
-        call: with the places NAME, or QUOTED for a name in quotes, and ARGUMENTS.
+        call: with the places NAME, or QUOTED for a name in quotes, ARGUMENTS, and ID if it has one.
         between_calls: in one block; None: a block has one.
         between_blocks: None: a text has one.
         optional_marker: that a model may write before the first block.
         other_calls: other ways to write `call`, of which a model may choose one.
         told: what text beside calls begins with, where it is blocks of its own: one of these.
+        id_pattern: a regular expression of what may be an ID.
     """
 
     opening: str
@@ -78,6 +80,7 @@ class Written:
     optional_marker: str | None = None
     other_calls: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
+    id_pattern: str = "[0-9]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,36 @@ class TaggedCall:
     behind: str
 
 
+@dataclass(frozen=True, slots=True)
+class Literals:
+    """How a call is written whose arguments are values in a language of their own.
+
+    Attributes:
+        call: as of `Written`.
+        words: what booleans are, true and false in turn, and null, by the name of the type.
+        quote: on both sides of a text, which stands there as it is; empty: arguments and values are
+            Python's.
+        holds_any: whether every other value may stand between quotes, too.
+        is_sorted: whether members stand in the order of their names.
+    """
+
+    call: str
+    words: Mapping[str, tuple[str, ...]]
+    quote: str = ""
+    holds_any: bool = False
+    is_sorted: bool = False
+
+    @property
+    def is_python(self) -> bool:
+        """Whether arguments and values are Python's."""
+        return not self.quote
+
+
+PYTHON_LITERALS = Literals(
+    f"{NAME}({ARGUMENTS})", {"boolean": ("True", "False"), "null": ("None",)}
+)
+
+
 def long_id() -> str:
     """Return an id of a call as OpenAI's look."""
     return f"call_{uuid.uuid4().hex[:24]}"
@@ -121,6 +154,7 @@ class ToolFormat:
         markers: texts that open a block wherever they stand.
         begins: what a block may begin with, without a marker, at the beginning of a text, where
             functions of some names are offered.
+        headers: what text beside calls may begin with at the beginning of all; it is not told.
         goes_on: characters that a block may begin with, without a marker, right behind another one.
         further: other texts of a block that may be special tokens.
         read: reads a block.
@@ -129,6 +163,8 @@ class ToolFormat:
         between: parts content from content, where a call or a block that is not told is between.
         tagged: how a call of a function with such parameters is written, where that is in tags;
             None: it cannot be, so `written` says how.
+        literals: how arguments are written, where they are no JSON; where parameters ask for more
+            than that can say, `written` says how.
         new_id: makes the id of a call, which the template may ask something of.
     """
 
@@ -138,10 +174,12 @@ class ToolFormat:
     written: Written
     recognizes: Callable[[str], bool]
     begins: Callable[[Iterable[str]], tuple[str, ...]] = lambda functions: ()
+    headers: tuple[str, ...] = ()
     goes_on: tuple[str, ...] = ()
     further: tuple[str, ...] = ()
     between: str = ""
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
+    literals: Literals | None = None
     new_id: Callable[[], str] = long_id
 
     @property

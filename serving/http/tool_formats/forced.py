@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
+from onnxport.serving.http.tool_formats.base import (
+    ARGUMENTS,
+    ID,
+    NAME,
+    QUOTED,
+    Tagged,
+    ToolFormat,
+)
+from onnxport.serving.http.tool_formats.literal_rules import LiteralRules, NotSaidError, is_name
 from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.structured.schema import inner_schemas
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs, compact
@@ -54,6 +63,7 @@ def calls(
     writer = _Writer(syntax, special, names, in_json=alone)
     rules = writer.forced(several) if forced or alone else writer.free(several)
     rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
+    offered = {}
     left = MAX_CHARS
     left_out: list[str] = []
     for index, function in functions.items():
@@ -68,7 +78,8 @@ def calls(
                     f"tools.{index}.function.parameters",
                 )
         parameters = _parameters(index, function, left_out) if enforced else {"type": "object"}
-        rules += writer.function(index, function["name"], parameters)
+        offered[index] = function["name"], parameters
+    rules += writer.functions(offered)
     tell("tools", left_out)
     grammar = "\n".join(rules)
     if len(grammar) > MAX_CHARS:
@@ -144,7 +155,21 @@ class _Writer:
         self._written = syntax.written
         self._special = special
 
-    def function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
+    def functions(self, offered: Mapping[int, tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Return the rules of `call_{index}` for each function: its name and its parameters.
+
+        Where a block may hold several calls they are all of one kind.
+        """
+        rules: dict[int, list[str]] = {}
+        for index, function in offered.items():
+            with contextlib.suppress(NotSaidError):
+                rules[index] = self._literal(index, *function)
+        if len(rules) < len(offered) and self._written.between_calls is not None:
+            rules = {}
+        told = (rules.get(index) or self._function(index, *offered[index]) for index in offered)
+        return [rule for each in told for rule in each]
+
+    def _function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
         """Return the rules of `call_{index}`, a call of a function."""
         if self._in_json:
             return [f"call_{index}: %json {compact(self._schema(name, parameters))}"]
@@ -159,6 +184,32 @@ class _Writer:
         for at, each in enumerate(tagged.arguments):
             rules += self._argument(f"{index}_{at}", each)
         return rules
+
+    def _literal(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
+        """Return the rules of a call whose arguments are no JSON.
+
+        Raises:
+            NotSaidError: it has to be JSON.
+        """
+        literals = self._syntax.literals
+        if literals is None or (literals.is_python and not is_name(name)):
+            raise NotSaidError
+        writer = LiteralRules(
+            literals, f"literal_{index}", parameters, self._spelled, self._text_up_to
+        )
+        arguments, rules = writer.arguments()
+        return [f"call_{index}: {self._call(literals.call, name, arguments)}", *rules]
+
+    def _text_up_to(self, name: str, closing: str, pattern: str) -> list[str]:
+        """Return the rules of a name for a text of a pattern up to another one, and with it."""
+        first, *_ = self._atoms(closing)
+        if not isinstance(first, str):
+            return [f"{name}: /{pattern}/ {self._spelled(closing)}"]
+        behind = self._spelled(closing[len(first) :])
+        return [
+            f"{name}: {_joined(f'{name}_text', behind)}",
+            f"{name}_text[lazy]: /{pattern}{_pattern(first)}/",
+        ]
 
     def _schema(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JSON schema of a call, whose arguments follow another one."""
@@ -194,12 +245,15 @@ class _Writer:
 
     def _call(self, way: str, name: str, arguments: str) -> str:
         """Return a call of a function, written in one way; arguments follow another rule."""
-        before, behind = way.split(ARGUMENTS)
         quoted = json.dumps(name, ensure_ascii=False)  # as chat templates write it
-        parts = re.split(f"({re.escape(NAME)}|{re.escape(QUOTED)})", before)
-        names = {NAME: name, QUOTED: quoted}
-        told = [_text(names[part]) if part in names else self._spelled(part) for part in parts]
-        return _joined(*told, arguments, self._spelled(behind))
+        places = {
+            NAME: _text(name),
+            QUOTED: _text(quoted),
+            ID: f"/{self._written.id_pattern}/",
+            ARGUMENTS: arguments,
+        }
+        parts = re.split(f"({'|'.join(map(re.escape, places))})", way)
+        return _joined(*(places.get(part) or self._spelled(part) for part in parts))
 
     def forced(self, several: bool) -> list[str]:
         """Return the rules of a text that is calls and nothing else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +45,6 @@ def call_of(value: Any, functions: Functions) -> ParsedCall | None:
     return call(value["name"], given, functions)
 
 
-def calls_of(value: Any, functions: Functions) -> tuple[ParsedCall, ...]:
-    """Return the calls of an object, or of a list of objects; none unless all are calls."""
-    values = value if isinstance(value, list) else [value]
-    found = [call_of(each, functions) for each in values]
-    calls = tuple(each for each in found if each is not None)
-    return calls if len(calls) == len(found) else ()
-
-
 def _may_be_call(cursor: Cursor) -> bool:
     """Whether a list or an object begins as calls do; other JSON is not kept back to its end."""
     if cursor.take("["):
@@ -62,21 +55,6 @@ def _may_be_call(cursor: Cursor) -> bool:
     return cursor.take(*KEYS) is not None
 
 
-def _cut(text: str, start: int, functions: Functions) -> Block | None:
-    """Return the calls that are whole in a list that the text ends in; None: there are none."""
-    cursor = Cursor(text, start, final=True)
-    if not cursor.take("["):
-        return None
-    calls: tuple[ParsedCall, ...] = ()
-    end = start
-    while more := calls_of(cursor.json(), functions):
-        calls, end = calls + more, cursor.at
-        cursor.skip_space()
-        cursor.take(",")
-        cursor.skip_space()
-    return Block(end, calls) if calls else None
-
-
 @dataclass(frozen=True, slots=True)
 class JsonReader:
     """Reads calls in JSON behind a marker, or without one at the beginning of a text.
@@ -85,11 +63,13 @@ class JsonReader:
         markers: that a block may begin with.
         closing: that it may end with.
         separator: that a block may begin with behind another one; None: nothing.
+        call_of: returns the call that a value of JSON is; None: it is none.
     """
 
     markers: tuple[str, ...]
     closing: str | None = None
     separator: str | None = None
+    call_of: Callable[[Any, Functions], ParsedCall | None] = call_of
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that may begin at `start`; see `Reader`."""
@@ -101,9 +81,9 @@ class JsonReader:
         if marked not in self.markers and not _may_be_call(cursor):
             return none
         cursor.at = begin
-        calls = calls_of(cursor.json(), functions)
+        calls = self._calls(cursor.json(), functions)
         if not calls and final and cursor.at == begin:
-            return _cut(text, begin, functions) or none
+            return self._cut(text, begin, functions) or none
         if not calls:
             return none
         end = cursor.at
@@ -112,3 +92,25 @@ class JsonReader:
             behind.skip_space()
             end = behind.at if behind.take(self.closing) else end
         return Block(end, calls)
+
+    def _calls(self, value: Any, functions: Functions) -> tuple[ParsedCall, ...]:
+        """Return the calls of an object, or of a list of objects; none unless all are calls."""
+        values = value if isinstance(value, list) else [value]
+        found = [self.call_of(each, functions) for each in values]
+        calls = tuple(each for each in found if each is not None)
+        return calls if len(calls) == len(found) else ()
+
+    def _cut(self, text: str, start: int, functions: Functions) -> Block | None:
+        """Return the calls that are whole in a list that the text ends in; None: there are none."""
+        cursor = Cursor(text, start, final=True)
+        if not cursor.take("["):
+            return None
+        cursor.skip_space()
+        calls: tuple[ParsedCall, ...] = ()
+        end = start
+        while more := self._calls(cursor.json(), functions):
+            calls, end = calls + more, cursor.at
+            cursor.skip_space()
+            cursor.take(",")
+            cursor.skip_space()
+        return Block(end, calls) if calls else None

@@ -12,6 +12,8 @@ import uuid
 
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
+    ID,
+    JSON_CALL,
     NAME,
     Block,
     Functions,
@@ -21,8 +23,9 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
 
-OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ID_LENGTH = 9
+ID_PATTERN = f"[A-Za-z0-9]{{{ID_LENGTH}}}"
 _read_list = JsonReader((OPEN,))
 
 
@@ -37,7 +40,7 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     if name is None:
         return none
     cursor.skip_space()
-    if cursor.take(ID):
+    if cursor.take(CALL_ID):
         _take_id(cursor)
     cursor.take(ARGS)
     cursor.skip_space()
@@ -61,7 +64,7 @@ def _mistral(written: Written, signs: tuple[str, ...]) -> ToolFormat:
     return ToolFormat(
         "mistral",
         markers=(OPEN,),
-        further=(ID, ARGS),
+        further=(CALL_ID, ARGS),
         read=read,
         written=written,
         recognizes=lambda template: all(sign in template for sign in signs),
@@ -69,7 +72,34 @@ def _mistral(written: Written, signs: tuple[str, ...]) -> ToolFormat:
     )
 
 
+MISTRAL_ID = _mistral(
+    Written(
+        OPEN,
+        "",
+        f"{NAME}{CALL_ID}{ID}{ARGS}{ARGUMENTS}",
+        between_blocks="",
+        other_calls=(f"{NAME}{ARGS}{ARGUMENTS}",),
+        id_pattern=ID_PATTERN,
+    ),
+    (OPEN, CALL_ID, ARGS),
+)
 MISTRAL_NAME = _mistral(
     Written(OPEN, "", f"{NAME}{ARGS}{ARGUMENTS}", between_blocks=""), (OPEN, ARGS)
 )
-MISTRAL_LIST = _mistral(Written(f"{OPEN}[", "]", between_calls=", "), (OPEN,))
+
+
+def _list(space: str) -> ToolFormat:
+    """Return the format of templates that write a list, with such space before it."""
+    return _mistral(
+        Written(
+            f"{OPEN}{space}[",
+            "]",
+            between_calls=", ",
+            other_calls=(f'{JSON_CALL[:-1]}, "id": "{ID}"}}',),
+            id_pattern=ID_PATTERN,
+        ),
+        (f"{OPEN}{space}",),
+    )
+
+
+MISTRAL_SPACED, MISTRAL_LIST = _list(" "), _list("")

@@ -1,8 +1,9 @@
 """`[f(a=1), g(b="x")]`: Llama 3.2 and 4 with templates that ask for it, ToolACE.
 
-The text is a list of calls as Python has them, with literals as arguments. Where calls are forced
-or strict they are written in JSON, which is read as well: a grammar holds arguments to their schema
-there, and the models know that form, too. Source: the models' chat templates.
+The text is a list of calls as Python has them, with literals as arguments. Calls that are forced or
+strict are written in JSON, which is read as well, where a function's name is none of Python's, or
+its parameters ask for more than a grammar of Python's values says. Source: the models' chat
+templates.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import (
+    PYTHON_LITERALS,
     Block,
     Functions,
     ParsedCall,
@@ -66,7 +68,7 @@ class PythonicReader:
         if cursor.take(*functions) is None:
             return none
         cursor.at = begin
-        calls = _calls(cursor.brackets(python=True), functions)
+        calls = calls_in(cursor.brackets(python=True), functions)
         if not calls:
             return none
         end = cursor.at
@@ -74,8 +76,8 @@ class PythonicReader:
         return Block(cursor.at if cursor.take(self.closing) else end, calls)
 
 
-def _calls(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
-    """Return the calls of a list; none unless all are calls of offered functions."""
+def calls_in(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
+    """Return the calls of a list as Python has it; none unless all are of offered functions."""
     if text is None:
         return ()
     try:
@@ -138,5 +140,6 @@ PYTHONIC = ToolFormat(
     further=(END,),
     read=PythonicReader(START, END),
     written=Written("[", "]", between_calls=", ", optional_marker=START),
+    literals=PYTHON_LITERALS,
     recognizes=lambda template: "[func_name1(" in template,
 )

@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 from onnxport.errors import RequestError
+from onnxport.serving.http.tool_formats.apertus import APERTUS
 from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.cohere import COHERE3, COHERE4, COHERE_FENCE
+from onnxport.serving.http.tool_formats.functionary import FUNCTIONARY_MESSAGE, FUNCTIONARY_TAG
+from onnxport.serving.http.tool_formats.gemma import FUNCTION_GEMMA, GEMMA4
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
+from onnxport.serving.http.tool_formats.hy3 import HY3
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
-from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
+from onnxport.serving.http.tool_formats.mistral import (
+    MISTRAL_ID,
+    MISTRAL_LIST,
+    MISTRAL_NAME,
+    MISTRAL_SPACED,
+)
+from onnxport.serving.http.tool_formats.nemotron import NEMOTRON
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
+from onnxport.serving.http.tool_formats.solar import SOLAR
+from onnxport.serving.http.tool_formats.xlam import XLAM
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
 
 AUTO = "auto"
 # The first one that recognizes a template is taken: what is particular comes before what is common.
 FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
+    GEMMA4,
+    FUNCTION_GEMMA,
+    COHERE4,
+    COHERE3,
+    COHERE_FENCE,
+    APERTUS,
+    SOLAR,
+    HY3,
+    HUNYUAN,
+    NEMOTRON,
+    FUNCTIONARY_TAG,
+    FUNCTIONARY_MESSAGE,
+    MISTRAL_ID,
     MISTRAL_NAME,
+    MISTRAL_SPACED,
     MISTRAL_LIST,
     SEED_OSS,
     GLM45,
@@ -30,6 +58,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     GRANITE_TOKEN,
     GRANITE_TEXT,
     HERMES,
+    XLAM,
     PYTHONIC,
     LFM2,
     LLAMA3_JSON,

@@ -152,11 +152,11 @@ class Tags:
                 cursor.skip_space()
                 if not cursor.take(self.value[0]):
                     return None
-            types = _types(schemas.get(key), parameters)
+            types = types_of(schemas.get(key), parameters)
             value = self._text(cursor, types)
             if key is None or value is None:
                 return None
-            found[key] = _value(value, types)
+            found[key] = value_of(value, types)
 
     def _text(self, cursor: Cursor, types: set[str]) -> str | None:
         """Go past a value and its closing tag, and return it; a tag in a text of JSON is none."""
@@ -175,7 +175,7 @@ class Tags:
         return text.removeprefix("\n").removesuffix("\n")
 
 
-def _value(text: str, types: set[str]) -> Any:
+def value_of(text: str, types: set[str]) -> Any:
     """Return the value of an argument: JSON, or what Python writes for it, where its schema can.
 
     What may be a text, and nothing of the type that JSON makes of it, is a text; and so is what
@@ -203,7 +203,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema of an argument names, or its alternatives do.
 
     Args:
@@ -256,9 +256,14 @@ def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
     if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
         return ()
     asked = set(schema) - set(ANNOTATIONS)
-    if schema.get("type") in _IN_JSON:
+    types = schema.get("type")
+    named = set(types) if isinstance(types, list) else {types}
+    if named <= set(_IN_JSON):
         return schema
-    if asked == {"type"} and schema["type"] == "string":
+    if asked == {"type"} and "string" in named:
+        return None
+    alternatives = schema.get("anyOf", schema.get("oneOf"))
+    if asked in ({"anyOf"}, {"oneOf"}) and any(_written_value(one) is None for one in alternatives):
         return None
     if asked <= {"type", "enum", "const"}:
         texts = (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ()))
@@ -270,7 +275,9 @@ def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
 def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a value is a text that is read as it is written, and has no tag in it."""
     return (
-        isinstance(value, str) and "<" not in value and _value(value, _types(schema, {})) == value
+        isinstance(value, str)
+        and "<" not in value
+        and value_of(value, types_of(schema, {})) == value
     )
 
 

@@ -161,8 +161,10 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         type=tool_call_parser,
         default="auto",
         metavar="FORMAT",
-        help="how the model writes tool calls: glm4, glm45, granite, hermes, lfm2, llama3_json, "
-        "mistral, openai, phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat "
+        help="how the model writes tool calls: apertus, cohere_command3, cohere_command4, "
+        "cohere_command_r, functionary_v3_1, functionary_v3_2, functiongemma, gemma4, glm4, glm45, "
+        "granite, hermes, hunyuan_a13b, hy_v3, lfm2, llama3_json, mistral, nemotron_json, openai, "
+        "phi4_mini_json, pythonic, qwen3_coder, seed_oss, solar_open or xlam (auto: as its chat "
         "template says)",
     )
     group.add_argument(
