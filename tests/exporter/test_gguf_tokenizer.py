@@ -368,6 +368,32 @@ def test_ends_of_texts(demo: dict[str, Any], tmp_path: Path) -> None:
     harmony = {2043: "<|return|>", 2044: "<|call|>", 2046: "<|end|>"}
     assert ends(harmony, {2046: 3}, eos=2043) == [2043, 2044, 2045]
     assert ends({2046: "<|end|>"}, {2046: 3}) == [2045, 2043, 2046]
+    solar = {2043: "<|flush|>", 2044: "<|calls|>", 2046: "<|end|>"}
+    assert ends(solar, {2046: 3}, eos=2045) == [2045, 2043, 2044]
+    assert ends({}, {}, fim_rep=7, fim_sep=8, fim_pad=9, fim_mid=6) == [2045, 2043, 9, 7, 8]
+    assert ends({2046: "<|file_sep|>"}, {2046: 4}) == [2045, 2043, 2046]
+
+
+def test_tokens_to_fill_in_by(demo: dict[str, Any], tmp_path: Path) -> None:
+    """Those whose ids a file has; of two keys the newer one."""
+
+    def told(**ids: int) -> Any:
+        own = {f"tokenizer.ggml.{key}_token_id": place for key, place in ids.items()}
+        made({**demo, **own}, tmp_path)
+        return read_json(tmp_path / "tokenizer_config.json").get("infill_tokens")
+
+    tokens = demo["tokenizer.ggml.tokens"]
+    assert told() is None
+    assert told(fim_pre=2040, prefix=1, suffix=2041, middle=2042) == {
+        "prefix": tokens[2040],
+        "suffix": tokens[2041],
+        "middle": tokens[2042],
+    }
+    assert told(fim_pad=5, fim_rep=6, fim_sep=7) == {
+        "pad": tokens[5],
+        "repo_name": tokens[6],
+        "file_separator": tokens[7],
+    }
 
 
 def test_how_the_model_wants_to_be_sampled(demo: dict[str, Any], tmp_path: Path) -> None:
@@ -463,6 +489,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "an unknown key": ({"byte_encoder": "x"}, r"tokenizer\.ggml\.byte_encoder = x"),
     "spaces that go": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces = True"),
     "a map of characters": ({"precompiled_charsmap": [1]}, r"precompiled_charsmap = \[1\]"),
+    "a gap outside": ({"fim_mid_token_id": 2048}, "fim_mid_token_id is 2048, of 2048 tokens"),
+    "tokens that are none": ({"suppress_tokens": [1]}, r"suppress_tokens = \[1\]"),
     "an end outside": ({"eos_token_id": 2048}, "eos_token_id is 2048, of 2048 tokens"),
     "an end of no type": ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
     "no beginning": ({"add_bos_token": True}, "the token bos, and not which one"),
