@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.gguf import roles
-from onnxport.exporter.gguf.roles import FILLING_KEYS, NAMED_ENDS, USER_DEFINED
+from onnxport.exporter.gguf.roles import CONTROL, FILLING_KEYS, NAMED_ENDS, USER_DEFINED
 
 PREFIX: Final = "tokenizer.ggml."
 MODEL: Final = "tokenizer.ggml.model"
@@ -93,7 +93,9 @@ class Vocabulary:
                 f"scores, which must be as many. Download it again."
             )
         if kind == "llama":
+            own = _with_defaults(own, types)
             tokens = tuple(map(_as_in_texts, tokens, types))
+        tokens = tuple(one or f"[EMPTY_{place}]" for place, one in enumerate(tokens))
         pre = own.get("pre")
         if not isinstance(pre, str | None):
             raise CheckpointError(f"{path}: {PREFIX}pre is {str(pre)[:80]}, and no name.")
@@ -181,6 +183,15 @@ def _special(
             )
         special[name] = found
     return special
+
+
+def _with_defaults(own: Mapping[str, Any], types: Sequence[int]) -> dict[str, Any]:
+    """The keys with SentencePiece's own ids of tokens, where older files do not tell others."""
+    defaults = {"bos_token_id": 1, "eos_token_id": 2}
+    there = {
+        key: place for key, place in defaults.items() if types[place : place + 1] == (CONTROL,)
+    }
+    return there | dict(own)
 
 
 def _as_in_texts(token: str, kind: int) -> str:

@@ -216,6 +216,18 @@ def test_pieces_by_scores(pieces: dict[str, Any], tmp_path: Path) -> None:
     assert types.to_str() == found.to_str()  # the type of a token says it, too
 
 
+def test_pieces_of_an_older_file(pieces: dict[str, Any], tmp_path: Path) -> None:
+    """Which does not say what SentencePiece has always: ids that llama.cpp takes, too."""
+    untold: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": None for key in ("bos", "eos")}
+    found = made({**pieces, **untold}, tmp_path)
+    assert found.encode("a").ids[0] == 1
+    assert special_tokens(tmp_path, 1000).eos[0] == 2
+    types = [2, 1, 1, *pieces["tokenizer.ggml.token_type"][3:]]
+    found = made({**pieces, **untold, "tokenizer.ggml.token_type": types}, tmp_path)
+    assert found.encode("a").ids[0] != 1
+    assert 2 not in special_tokens(tmp_path, 1000).eos
+
+
 def test_pieces_without_a_space_ahead(pieces: dict[str, Any], tmp_path: Path) -> None:
     prefix = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
     found = made({**pieces, **prefix}, tmp_path)
@@ -465,6 +477,13 @@ def test_no_tokens(model: str | None, demo: dict[str, Any], tmp_path: Path) -> N
         values | ({"tokenizer.ggml.model": model} if model else {}), tmp_path, "x", tmp_path
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_tokens_of_no_text(demo: dict[str, Any], tmp_path: Path) -> None:
+    """Any number of places may have none; llama.cpp calls them so, too."""
+    tokens = [*demo["tokenizer.ggml.tokens"][:2046], "", ""]
+    found = made({**demo, "tokenizer.ggml.tokens": tokens}, tmp_path)
+    assert found.id_to_token(2047) == "[EMPTY_2047]"
 
 
 def test_unused_tokens_are_none(demo: dict[str, Any], tmp_path: Path) -> None:
