@@ -58,6 +58,7 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._before: list[int] | None = None  # a token that others can follow, if they need one
         self._special: frozenset[int] | None = None
+        self._texts_like_bytes: frozenset[int] | None = None
         self._longest: float | None = None
 
     @classmethod
@@ -151,6 +152,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        if self._accented():  # which the library takes for bytes
+            bytes_of = self._bytes_of if skip_special_tokens else self._spelled_bytes
+            return b"".join(map(bytes_of, token_ids)).decode(errors="replace")
         text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -324,6 +328,17 @@ class Tokenizer:
             found = self._bytes[token_id] = self._read_bytes(token_id)
         return found
 
+    def _accented(self) -> frozenset[int]:
+        """Return added tokens that would spell bytes if they were others: DeepSeek Coder's ü."""
+        if self._texts_like_bytes is None:
+            added = self._fast.get_added_tokens_decoder() if self._is_byte_level else {}
+            self._texts_like_bytes = frozenset(
+                one
+                for one, token in added.items()
+                if not token.content.isascii() and self._alphabet.keys() >= set(token.content)
+            )
+        return self._texts_like_bytes
+
     def _spelled_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, of a special one those of its name."""
         if self.is_special(token_id):
@@ -335,6 +350,8 @@ class Tokenizer:
         token: str | None = self._fast.id_to_token(token_id)
         if token is None or self.is_special(token_id):
             return b""
+        if token_id in self._accented():
+            return token.encode()
         try:
             return bytes([self._alphabet[char] for char in token])
         except KeyError:  # an added token, spelled as it is

@@ -17,6 +17,7 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.infill import Infill, InfillNames
 from onnxport.serving.tokenizer import Tokenizer
 from tests.published.places import MODELS, SMOLLM2, needs_llama_cpp, needs_smollm2
+from tests.tiers import every
 
 # Those of llama.cpp, by hand (llama-cpp-python 0.3.36); it ends at the text "</s>" of Qwen and
 # Phi-3, too, which is HTML's there.
@@ -41,7 +42,7 @@ def metadata(path: Path) -> Mapping[str, Any]:
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", every(5, ENDS))
 def test_ends_of_a_vocabulary(name: str) -> None:
     path = MODELS / f"ggml-vocab-{name}.gguf"
     values = metadata(path)

@@ -19,7 +19,7 @@ from tests.published.places import MODELS, needs_llama_cpp
 pytestmark = needs_llama_cpp
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
-LARGE = ("command-r", "deepseek-llm", "gemma-4", "llama-bpe", "qwen2")  # seconds each
+LARGE = ("command-r", "deepseek-llm", "gemma-4", "llama-bpe", "qwen2", "qwen35")  # seconds each
 NAMES = (
     *("baichuan", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2"),
     *("llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
@@ -96,3 +96,13 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
         tokenizer(name, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["deepseek-coder"])
+def test_letters_that_are_added_tokens(name: str, tmp_path: Path) -> None:
+    """In a file's own spelling, which names bytes in other tokens; llama.cpp reads them so."""
+    found = Tokenizer(tokenizer(name, tmp_path))
+    text = "nov\u00fd \u00f5 \u00fc"
+    ids = found.encode(text)
+    assert {32003, 32000, 32009} <= {*ids}
+    assert found.decode(ids) == text
