@@ -284,6 +284,8 @@ def _generation(values: Mapping[str, Any], found: Vocabulary) -> dict[str, Any]:
     for name, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if name in found.special:
             config[key] = found.special[name]
+    if found.suppressed:
+        config["suppress_tokens"] = list(found.suppressed)
     sampling = {name: values[key] for key, name in _SAMPLING.items() if key in values}
     return config | ({"do_sample": True} | sampling if sampling else {})
 

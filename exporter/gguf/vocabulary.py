@@ -37,12 +37,11 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_sep_token": (False,),
     "remove_extra_whitespaces": (False,),
     "precompiled_charsmap": ([], ""),
-    "suppress_tokens": ([],),
 }
 _READ: Final = frozenset(
     {
         *("model", "pre", "tokens", "token_type", "scores", "merges"),
-        *("add_bos_token", "add_eos_token", "add_space_prefix"),
+        *("add_bos_token", "add_eos_token", "add_space_prefix", "suppress_tokens"),
         *(f"{name}_token_id" for name in (*_SPECIAL, *FILLING_KEYS)),
     }
 )
@@ -59,6 +58,7 @@ class Vocabulary:
     types: tuple[int, ...]  # of each
     scores: tuple[float, ...]  # of each, where `kind` is llama
     merges: tuple[str, ...]
+    suppressed: tuple[int, ...]  # which are never to be written
     special: Mapping[str, int]  # bos, eos, eot, eom, unknown, padding
     filling: Mapping[str, int]  # keys of FILLING_KEYS
     adds_bos: bool | None  # None: the file does not say
@@ -108,6 +108,7 @@ class Vocabulary:
             types,
             scores,
             tuple(_list(own, "merges", str, path)),
+            tuple(_list(own, "suppress_tokens", int, path)),
             _special(own, _SPECIAL, len(tokens), path),
             _special(own, FILLING_KEYS, len(tokens), path),
             None if adds_bos is None else bool(adds_bos),

@@ -411,6 +411,9 @@ def test_tokens_to_fill_in_by(demo: dict[str, Any], tmp_path: Path) -> None:
 def test_how_the_model_wants_to_be_sampled(demo: dict[str, Any], tmp_path: Path) -> None:
     made(demo, tmp_path)
     assert "do_sample" not in read_json(tmp_path / "generation_config.json")
+    assert "suppress_tokens" not in read_json(tmp_path / "generation_config.json")
+    made({**demo, "tokenizer.ggml.suppress_tokens": [7, 9]}, tmp_path)
+    assert read_json(tmp_path / "generation_config.json")["suppress_tokens"] == [7, 9]
     wishes = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "penalty_repeat": 1.1}
     made({**demo, **{f"general.sampling.{key}": one for key, one in wishes.items()}}, tmp_path)
     found = read_json(tmp_path / "generation_config.json")
@@ -509,7 +512,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "spaces that go": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces = True"),
     "a map of characters": ({"precompiled_charsmap": [1]}, r"precompiled_charsmap = \[1\]"),
     "a gap outside": ({"fim_mid_token_id": 2048}, "fim_mid_token_id is 2048, of 2048 tokens"),
-    "tokens that are none": ({"suppress_tokens": [1]}, r"suppress_tokens = \[1\]"),
+    "tokens that are none": ({"suppress_tokens": ["x"]}, "suppress_tokens is no list of values"),
     "an end outside": ({"eos_token_id": 2048}, "eos_token_id is 2048, of 2048 tokens"),
     "an end of no type": ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
     "no beginning": ({"add_bos_token": True}, "the token bos, and not which one"),
