@@ -29,6 +29,11 @@ ENDS: Final = (  # of texts, whatever the model's configuration says
 class Encoder(Protocol):
     """What is asked of a tokenizer."""
 
+    @property
+    def infill_tokens(self) -> Mapping[str, object]:
+        """Tokens to fill in by that its files name, as `InfillNames` calls them."""
+        ...
+
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
@@ -189,24 +194,20 @@ class Infill:
     def find(cls, tokenizer: Encoder, *, suffix_first: bool = False) -> Self | None:
         """Return how a model fills in, by the names that its vocabulary has; None: it has none.
 
+        What the tokenizer's files name goes first, and a family has what they do not.
+
         Args:
             tokenizer: of the model.
             suffix_first: whether the suffix comes first, also where the family has it last.
         """
-        found = []
-        for names in FAMILIES:
-            told = {name: getattr(names, name) for name in _Ids._fields}
-            known = {
-                name: token
-                for name, token in told.items()
-                if token is not None and tokenizer.token_to_id(token) is not None
-            }
-            if all(told[name] is None or name in known for name in _NEEDED):
-                is_first = suffix_first or names.suffix_first
-                found.append(InfillNames(**known, suffix_first=is_first))
-        if not found:
-            return None
-        return cls(tokenizer, max(found, key=_num_tokens))
+        family = _family(tokenizer, suffix_first=suffix_first)
+        told = tokenizer.infill_tokens
+        if told:
+            named: dict[str, object] = {**({} if family is None else _told(family)), **told}
+            if "prefix" in named and "suffix" in named:
+                is_first = suffix_first or "middle" not in named
+                family = InfillNames.of(named, suffix_first=is_first)
+        return None if family is None else cls(tokenizer, family)
 
     def ended(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters of a text that ends where a filling does, if it obeys ends."""
@@ -338,9 +339,24 @@ def last_that_fit(lengths: Sequence[int], room: int) -> int:
     return count
 
 
-def _num_tokens(names: InfillNames) -> int:
-    """Return how many tokens have a name."""
-    return sum(getattr(names, name) is not None for name in _Ids._fields)
+def _family(tokenizer: Encoder, *, suffix_first: bool) -> InfillNames | None:
+    """Return the names of the family of which a vocabulary has most; None: of none all needed."""
+    found = []
+    for names in FAMILIES:
+        told = _told(names)
+        known = {
+            name: token for name, token in told.items() if tokenizer.token_to_id(token) is not None
+        }
+        if all(name not in told or name in known for name in _NEEDED):
+            is_first = suffix_first or names.suffix_first
+            found.append(InfillNames(**known, suffix_first=is_first))
+    return max(found, key=lambda names: len(_told(names)), default=None)
+
+
+def _told(names: InfillNames) -> dict[str, str]:
+    """Return the tokens that have a name."""
+    found = {name: getattr(names, name) for name in _Ids._fields}
+    return {name: token for name, token in found.items() if token is not None}
 
 
 def _place(part: Sequence[int], whole: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+INFILL_TOKENS = "infill_tokens"  # of the configuration; the exporter writes it for GGUF files
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # how byte fallback spells a byte
 
 
@@ -32,15 +34,22 @@ class Tokenizer:
     Attributes:
         eos_token_ids: the tokens that end a generation.
         vocab_size: how many tokens there are, added ones included.
+        infill_tokens: tokens to fill in by that its files name, see `infill.InfillNames`.
     """
 
-    def __init__(self, fast: FastTokenizer, eos_token_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        eos_token_ids: frozenset[int] = frozenset(),
+        infill_tokens: Mapping[str, object] | None = None,
+    ) -> None:
         from tokenizers import decoders
 
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
         self.eos_token_ids = eos_token_ids
+        self.infill_tokens = infill_tokens or {}
         self.vocab_size: int = fast.get_vocab_size()
         self._is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
         self._alphabet = byte_alphabet()
@@ -49,6 +58,7 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._before: list[int] | None = None  # a token that others can follow, if they need one
         self._special: frozenset[int] | None = None
+        self._texts_like_bytes: frozenset[int] | None = None
         self._longest: float | None = None
 
     @classmethod
@@ -63,7 +73,8 @@ class Tokenizer:
             texts: tokens of these spellings are text, also where the file calls them special.
 
         Raises:
-            ArtifactError: `tokenizer.json` is missing or not valid.
+            ArtifactError: `tokenizer.json` is missing or not valid, or `tokenizer_config.json` is
+                not what it should be.
         """
         from tokenizers import Tokenizer as FastTokenizer
 
@@ -77,7 +88,7 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ArtifactError(f"{path} is not a valid tokenizer: {error}") from error
-        return cls(_with_texts(fast, texts), eos_token_ids)
+        return cls(_with_texts(fast, texts), eos_token_ids, _infill_tokens(folder / CONFIG_FILE))
 
     def to_json(self) -> str:
         """Return the content of `tokenizer.json`, without truncation and padding."""
@@ -141,6 +152,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        if self._accented():  # which the library takes for bytes
+            bytes_of = self._bytes_of if skip_special_tokens else self._spelled_bytes
+            return b"".join(map(bytes_of, token_ids)).decode(errors="replace")
         text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -314,6 +328,17 @@ class Tokenizer:
             found = self._bytes[token_id] = self._read_bytes(token_id)
         return found
 
+    def _accented(self) -> frozenset[int]:
+        """Return added tokens that would spell bytes if they were others: DeepSeek Coder's ü."""
+        if self._texts_like_bytes is None:
+            added = self._fast.get_added_tokens_decoder() if self._is_byte_level else {}
+            self._texts_like_bytes = frozenset(
+                one
+                for one, token in added.items()
+                if not token.content.isascii() and self._alphabet.keys() >= set(token.content)
+            )
+        return self._texts_like_bytes
+
     def _spelled_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, of a special one those of its name."""
         if self.is_special(token_id):
@@ -325,10 +350,28 @@ class Tokenizer:
         token: str | None = self._fast.id_to_token(token_id)
         if token is None or self.is_special(token_id):
             return b""
+        if token_id in self._accented():
+            return token.encode()
         try:
             return bytes([self._alphabet[char] for char in token])
         except KeyError:  # an added token, spelled as it is
             return token.encode()
+
+
+def _infill_tokens(path: Path) -> Mapping[str, object]:
+    """Return the tokens to fill in by that a configuration names, if there is one and it does."""
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{path} is not valid JSON: {error}") from error
+    found = config.get(INFILL_TOKENS, {}) if isinstance(config, dict) else None
+    if not isinstance(found, dict):
+        raise ArtifactError(
+            f"{path} has no JSON object, or none as {INFILL_TOKENS!r}; export the model again"
+        )
+    return found
 
 
 def _with_texts(fast: FastTokenizer, texts: Collection[str]) -> FastTokenizer:

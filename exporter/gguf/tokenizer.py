@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.gguf.roles import CONTROL, USER_DEFINED
 from onnxport.exporter.gguf.splits import SPLITS, Split
 from onnxport.exporter.gguf.vocabulary import (
     ADVICE,
     BYTE,
-    CONTROL,
     NORMAL,
     PREFIX,
     SPACE,
     UNKNOWN,
     UNUSED,
-    USER_DEFINED,
     Vocabulary,
 )
 from onnxport.exporter.source import TEMPLATE_FOLDER
@@ -28,6 +27,8 @@ from onnxport.exporter.source import TEMPLATE_FOLDER
 _TEMPLATE: Final = "tokenizer.chat_template"
 _TEMPLATE_NAME: Final = re.compile(r"[\w.-]{1,100}", re.ASCII)  # which becomes a file's
 _WHOLE: Final = "tokenizer.huggingface.json"
+# Byte pairs of Unicode's letters, by the names of cuts; there are none.
+_SPACED: Final = ("gemma4", "sarvam-moe")
 # Architectures whose merges are in the order of their tokens, and not of these' scores.
 _BY_PLACE: Final = ("gemma2", "gemma3")
 # Architectures whose added tokens, of SentencePiece, take in the spaces behind them, but for these.
@@ -66,7 +67,11 @@ def write_files(values: Mapping[str, Any], path: Path, architecture: str, folder
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     special = {f"{short}_token": found.text(name) for name, short in names.items()}
     config = {name: text for name, text in special.items() if text is not None}
-    _write(folder / "tokenizer_config.json", {**config, "clean_up_tokenization_spaces": False})
+    fills = {"infill_tokens": told} if (told := found.fills_by()) else {}
+    _write(
+        folder / "tokenizer_config.json",
+        {**config, "clean_up_tokenization_spaces": False, **fills},
+    )
     _write(folder / "generation_config.json", _generation(values, found))
     _write_templates(values, path, folder)
 
@@ -83,13 +88,19 @@ def tokenizer(found: Vocabulary, architecture: str) -> dict[str, Any]:
     for place, kind in enumerate(found.types):
         if kind == UNUSED and place not in found.special.values():
             del vocab[found.tokens[place]]
-    if found.kind == "gpt2":
+    is_gemma4 = found.kind == "gemma4" or (found.kind, found.pre) == ("gpt2", "gemma4")
+    if is_gemma4 or (found.kind == "gpt2" and found.pre in _SPACED):
+        parts = _spaced_pairs(found, vocab)
+        begins = is_gemma4
+    elif found.kind == "gpt2":
         split = _split(found)
         parts = _byte_level(found, vocab, split)
         begins = split.begins
     else:
         parts = _sentence_piece(found, vocab, by_place=architecture in _BY_PLACE)
         begins = True
+    if found.adds_bos is not None and not is_gemma4:  # which older files deny
+        begins = found.adds_bos
     return {
         "version": "1.0",
         "truncation": None,
@@ -97,7 +108,7 @@ def tokenizer(found: Vocabulary, architecture: str) -> dict[str, Any]:
         "added_tokens": _added_tokens(
             found, strips=found.kind == "llama" and architecture in _STRIPPED
         ),
-        "post_processor": _around(found, begins if found.adds_bos is None else found.adds_bos),
+        "post_processor": _around(found, begins),
         **parts,
     }
 
@@ -108,20 +119,13 @@ def _split(found: Vocabulary) -> Split:
         what = "does not say" if found.pre is None else f"says {found.pre!r}"
         raise UnsupportedModelError(
             f"{found.path} {what} how texts are cut into words ({PREFIX}pre); known are "
-            f"{', '.join(sorted(SPLITS))}. {ADVICE}"
+            f"{', '.join(sorted({*SPLITS, *_SPACED}))}. {ADVICE}"
         )
     return split
 
 
 def _byte_level(found: Vocabulary, vocab: Mapping[str, int], split: Split) -> dict[str, Any]:
     """Byte pairs, as GPT-2 has them."""
-    merges = [merge.split(" ") for merge in found.merges]
-    wrong = next((one for one in merges if not _is_merge(one, vocab)), None)
-    if wrong is not None or not merges:
-        raise CheckpointError(
-            f"{found.path} has {len(merges)} merges of tokens, of which {wrong} is none of two "
-            f"tokens to a third one. {ADVICE}"
-        )
     return {
         "normalizer": {"type": "NFC"} if split.composed else None,
         "pre_tokenizer": split.pre_tokenizer(),
@@ -131,8 +135,27 @@ def _byte_level(found: Vocabulary, vocab: Mapping[str, int], split: Split) -> di
             "trim_offsets": False,
             "use_regex": False,
         },
-        "model": _model(vocab, merges) | {"ignore_merges": split.whole_words},
+        "model": _model(vocab, _merges(found, vocab)) | {"ignore_merges": split.whole_words},
     }
+
+
+def _spaced_pairs(found: Vocabulary, vocab: Mapping[str, int]) -> dict[str, Any]:
+    """Byte pairs whose letters are Unicode's, with SentencePiece's space, as Gemma 4 has them."""
+    return {
+        **_spaces(prefix=False),
+        "model": _model(vocab, _merges(found, vocab)) | _unknowns(found),
+    }
+
+
+def _merges(found: Vocabulary, vocab: Mapping[str, int]) -> list[list[str]]:
+    merges = [merge.split(" ") for merge in found.merges]
+    wrong = next((one for one in merges if not _is_merge(one, vocab)), None)
+    if wrong is not None or not merges:
+        raise CheckpointError(
+            f"{found.path} has {len(merges)} merges of tokens, of which {wrong} is none of two "
+            f"tokens to a third one. {ADVICE}"
+        )
+    return merges
 
 
 def _is_merge(parts: list[str], vocab: Mapping[str, int]) -> bool:
@@ -157,24 +180,35 @@ def _sentence_piece(
         for cut in range(1, len(whole))
         if whole[:cut] in places and whole[cut:] in places
     ]
-    unknown = found.special.get("unknown")
-    if unknown is None:
-        unknown = next((place for place, kind in enumerate(found.types) if kind == UNKNOWN), None)
+    return {
+        **_spaces(prefix=found.space_prefix),
+        "model": _model(vocab, merges) | _unknowns(found),
+    }
+
+
+def _spaces(*, prefix: bool) -> dict[str, Any]:
+    """Texts whose spaces are tokens' first letter, one before the text, too, if there is one."""
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    prefix = [{"type": "Prepend", "prepend": SPACE}] if found.space_prefix else []
+    ahead = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
     return {
-        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "normalizer": {"type": "Sequence", "normalizers": [*ahead, spaces]},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(vocab, merges)
-        | {
-            "unk_token": None if unknown is None else found.tokens[unknown],
-            "fuse_unk": True,
-            "byte_fallback": BYTE in found.types,
-        },
+    }
+
+
+def _unknowns(found: Vocabulary) -> dict[str, Any]:
+    """What a model has for letters that are no tokens: bytes, or a token for all of them."""
+    unknown = found.special.get("unknown")
+    if unknown is None:
+        unknown = next((place for place, kind in enumerate(found.types) if kind == UNKNOWN), None)
+    return {
+        "unk_token": None if unknown is None else found.tokens[unknown],
+        "fuse_unk": True,
+        "byte_fallback": BYTE in found.types,
     }
 
 
@@ -250,6 +284,8 @@ def _generation(values: Mapping[str, Any], found: Vocabulary) -> dict[str, Any]:
     for name, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if name in found.special:
             config[key] = found.special[name]
+    if found.suppressed:
+        config["suppress_tokens"] = list(found.suppressed)
     sampling = {name: values[key] for key, name in _SAMPLING.items() if key in values}
     return config | ({"do_sample": True} | sampling if sampling else {})
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.gguf import roles
+from onnxport.exporter.gguf.roles import CONTROL, FILLING_KEYS, NAMED_ENDS, USER_DEFINED
 
 PREFIX: Final = "tokenizer.ggml."
 MODEL: Final = "tokenizer.ggml.model"
@@ -18,19 +20,15 @@ ADVICE: Final = (
 
 NORMAL: Final = 1
 UNKNOWN: Final = 2
-CONTROL: Final = 3
-USER_DEFINED: Final = 4
 UNUSED: Final = 5
 BYTE: Final = 6
 SPACE: Final = "\u2581"  # how SentencePiece spells a space
 
-_NAMED_ENDS: Final = ("eos", "eot", "eom")
-_SPECIAL: Final = ("bos", *_NAMED_ENDS, "unknown", "padding")
+_KINDS: Final = ("gpt2", "llama", "gemma4")
+_SPECIAL: Final = ("bos", *NAMED_ENDS, "unknown", "padding")
 # Keys that change nothing here: tokens of tasks that are not asked for.
 _IRRELEVANT: Final = frozenset(
     {
-        *(f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
-        *("prefix_token_id", "suffix_token_id", "middle_token_id"),
         *("mask_token_id", "seperator_token_id", "cls_token_id", "token_type_count"),
     }
 )
@@ -43,20 +41,10 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 _READ: Final = frozenset(
     {
         *("model", "pre", "tokens", "token_type", "scores", "merges"),
-        *("add_bos_token", "add_eos_token", "add_space_prefix"),
-        *(f"{name}_token_id" for name in _SPECIAL),
+        *("add_bos_token", "add_eos_token", "add_space_prefix", "suppress_tokens"),
+        *(f"{name}_token_id" for name in (*_SPECIAL, *FILLING_KEYS)),
     }
 )
-_TAG: Final = "</s>"  # which Gemma has as text, for it is HTML's, too
-# Tokens that end what a model says, whatever else a file calls its end, and whatever it calls them;
-# llama.cpp has these and more.
-_ENDS: Final = frozenset(
-    {
-        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>"),
-        *("<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", _TAG),
-    }
-)
-_HARMONY: Final = frozenset({"<|return|>", "<|call|>", "<|end|>"})  # the last one ends no text
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +52,15 @@ class Vocabulary:
     """The tokens of a file."""
 
     path: Path
-    kind: str  # gpt2 or llama
+    kind: str  # one of _KINDS
     pre: str | None
     tokens: tuple[str, ...]
     types: tuple[int, ...]  # of each
     scores: tuple[float, ...]  # of each, where `kind` is llama
     merges: tuple[str, ...]
+    suppressed: tuple[int, ...]  # which are never to be written
     special: Mapping[str, int]  # bos, eos, eot, eom, unknown, padding
+    filling: Mapping[str, int]  # keys of FILLING_KEYS
     adds_bos: bool | None  # None: the file does not say
     adds_eos: bool
     space_prefix: bool
@@ -87,9 +77,10 @@ class Vocabulary:
         kind = own.get("model", "none")
         if kind in ("none", "no_vocab"):
             return None
-        if kind not in ("gpt2", "llama"):
+        if kind not in _KINDS:
             raise UnsupportedModelError(
-                f"{path}: the tokenizer is {kind!r}; read are 'gpt2' and 'llama'. {ADVICE}"
+                f"{path}: the tokenizer is {kind!r}; read are {', '.join(map(repr, _KINDS))}. "
+                f"{ADVICE}"
             )
         _check_keys(own, path)
         tokens = tuple(_list(own, "tokens", str, path))
@@ -102,7 +93,9 @@ class Vocabulary:
                 f"scores, which must be as many. Download it again."
             )
         if kind == "llama":
+            own = _with_defaults(own, types)
             tokens = tuple(map(_as_in_texts, tokens, types))
+        tokens = tuple(one or f"[EMPTY_{place}]" for place, one in enumerate(tokens))
         pre = own.get("pre")
         if not isinstance(pre, str | None):
             raise CheckpointError(f"{path}: {PREFIX}pre is {str(pre)[:80]}, and no name.")
@@ -115,7 +108,9 @@ class Vocabulary:
             types,
             scores,
             tuple(_list(own, "merges", str, path)),
+            tuple(_list(own, "suppress_tokens", int, path)),
             _special(own, _SPECIAL, len(tokens), path),
+            _special(own, FILLING_KEYS, len(tokens), path),
             None if adds_bos is None else bool(adds_bos),
             bool(own.get("add_eos_token", False)),
             bool(own.get("add_space_prefix", kind == "llama")),
@@ -123,7 +118,11 @@ class Vocabulary:
 
     def ends(self) -> list[int]:
         """The tokens that end what the model says, its own end first."""
-        return _ends(self.special, self.tokens, self.types)
+        return roles.ends({**self.special, **self.filling}, self.tokens, self.types)
+
+    def fills_by(self) -> dict[str, str]:
+        """The tokens to fill in by that the file names, as they are spelled: see `roles`."""
+        return roles.filling(self.filling, self.tokens)
 
     def text(self, name: str) -> str | None:
         """A special token as it is spelled; None: there is none."""
@@ -142,11 +141,11 @@ def read_ends(values: Mapping[str, Any], path: Path, vocab_size: int) -> list[in
         CheckpointError: An id is none of them.
     """
     own = _own(values)
-    special = _special(own, _NAMED_ENDS, vocab_size, path)
+    special = _special(own, (*NAMED_ENDS, *FILLING_KEYS), vocab_size, path)
     tokens, types = own.get("tokens"), own.get("token_type")
     if not isinstance(tokens, list) or not isinstance(types, list) or len(tokens) != len(types):
         tokens = types = []
-    return _ends(special, tokens[:vocab_size], types[:vocab_size])
+    return roles.ends(special, tokens[:vocab_size], types[:vocab_size])
 
 
 def check_count(values: Mapping[str, Any], path: Path, vocab_size: int) -> None:
@@ -187,17 +186,13 @@ def _special(
     return special
 
 
-def _ends(special: Mapping[str, int], tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-    named = [special[name] for name in _NAMED_ENDS if name in special]
-    known = {
-        token: place
-        for place, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, USER_DEFINED) and token in _ENDS
-        if token != _TAG or kind == CONTROL or not named
+def _with_defaults(own: Mapping[str, Any], types: Sequence[int]) -> dict[str, Any]:
+    """The keys with SentencePiece's own ids of tokens, where older files do not tell others."""
+    defaults = {"bos_token_id": 1, "eos_token_id": 2}
+    there = {
+        key: place for key, place in defaults.items() if types[place : place + 1] == (CONTROL,)
     }
-    if known.keys() >= _HARMONY:
-        del known["<|end|>"]
-    return list(dict.fromkeys([*named, *known.values()]))
+    return there | dict(own)
 
 
 def _as_in_texts(token: str, kind: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
@@ -85,6 +85,11 @@ class Tokenizer(Protocol):
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no text."""
+        ...
+
+    @property
+    def infill_tokens(self) -> Mapping[str, object]:
+        """Tokens to fill in by that its files name."""
         ...
 
     def special_spellings(self) -> Sequence[str]:

@@ -92,27 +92,16 @@ def words(pre: pre_tokenizers.PreTokenizer, text: str) -> list[str]:
     return [word for word, _ in pre.pre_tokenize_str(text)]
 
 
-@pytest.mark.parametrize("pre", sorted(SPLITS))
-def test_texts_are_cut_as_by_the_models_own(pre: str, demo: dict[str, Any], tmp_path: Path) -> None:
-    """Transformers' expressions of these names, and where it has none what the models have."""
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in ("refact", "smollm", "starcoder"):
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        reference = pre_tokenizers.Sequence([digits, level])
-    elif pre in ("gpt-2", "phi-2", "olmo"):
-        reference = pre_tokenizers.Sequence([level])
-    else:
-        name = "qwen2" if pre == "stablelm2" else pre  # llama.cpp has one expression for both
-        pattern = Regex(GGUF_PRE_TOKENIZER_SPLITS[name])
-        split = pre_tokenizers.Split(pattern, behavior="isolated")
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        reference = pre_tokenizers.Sequence([split, level])
+@pytest.mark.parametrize("pre", sorted(SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
+def test_texts_are_cut_as_by_transformers(pre: str, demo: dict[str, Any], tmp_path: Path) -> None:
+    split = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    reference = pre_tokenizers.Sequence([split, level])
     begins = {"tokenizer.ggml.bos_token_id": 2043}
     found = made({**demo, "tokenizer.ggml.pre": pre, **begins}, tmp_path)
     for text in TEXTS:
         assert words(found.pre_tokenizer, text) == words(reference, text)
-    is_begun = pre in ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
-    assert (found.encode("a").ids[0] == 2043) == is_begun
+    assert (found.encode("a").ids[0] == 2043) == SPLITS[pre].begins
 
 
 def test_a_word_that_is_a_token(demo: dict[str, Any], tmp_path: Path) -> None:
@@ -227,6 +216,18 @@ def test_pieces_by_scores(pieces: dict[str, Any], tmp_path: Path) -> None:
     assert types.to_str() == found.to_str()  # the type of a token says it, too
 
 
+def test_pieces_of_an_older_file(pieces: dict[str, Any], tmp_path: Path) -> None:
+    """Which does not say what SentencePiece has always: ids that llama.cpp takes, too."""
+    untold: dict[str, Any] = {f"tokenizer.ggml.{key}_token_id": None for key in ("bos", "eos")}
+    found = made({**pieces, **untold}, tmp_path)
+    assert found.encode("a").ids[0] == 1
+    assert special_tokens(tmp_path, 1000).eos[0] == 2
+    types = [2, 1, 1, *pieces["tokenizer.ggml.token_type"][3:]]
+    found = made({**pieces, **untold, "tokenizer.ggml.token_type": types}, tmp_path)
+    assert found.encode("a").ids[0] != 1
+    assert 2 not in special_tokens(tmp_path, 1000).eos
+
+
 def test_pieces_without_a_space_ahead(pieces: dict[str, Any], tmp_path: Path) -> None:
     prefix = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
     found = made({**pieces, **prefix}, tmp_path)
@@ -318,6 +319,34 @@ def test_gemmas_runs_of_spaces_and_lines(
             assert ids == reference(text).input_ids
 
 
+def test_pairs_of_letters_with_spaces_of_pieces(tmp_path: Path) -> None:
+    """As Gemma 4 has them: nothing is cut, merges alone make words, and bytes what is no letter."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["\u2581", "a", "b", "\n", "ab", "\u2581ab", "\n\n", "b\u2581"]
+    merges = ["a b", "\u2581 ab", "\n \n", "b \u2581"]
+    values = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-1000.0] * len(tokens),
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, *[6] * 256, *[1] * 8],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.mask_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": False,  # which files from before a repair say
+    }
+    place = {token: at for at, token in enumerate(tokens)}
+    text = "ab ab\n\nb \u00e9"
+    told = ["ab", "\u2581ab", "\n\n", "b\u2581", "<0xC3>", "<0xA9>"]
+    ids = [2, *(place[one] for one in told)]
+    for pre in (None, "gemma4", "sarvam-moe"):
+        kind = {} if pre is None else {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+        found = made({**values, **kind}, tmp_path / str(pre))
+        assert found.encode(text).ids == (ids if pre != "sarvam-moe" else ids[1:])
+        assert found.decode(ids) == text
+
+
 # What is beside the tokens.
 
 
@@ -351,11 +380,40 @@ def test_ends_of_texts(demo: dict[str, Any], tmp_path: Path) -> None:
     harmony = {2043: "<|return|>", 2044: "<|call|>", 2046: "<|end|>"}
     assert ends(harmony, {2046: 3}, eos=2043) == [2043, 2044, 2045]
     assert ends({2046: "<|end|>"}, {2046: 3}) == [2045, 2043, 2046]
+    solar = {2043: "<|flush|>", 2044: "<|calls|>", 2046: "<|end|>"}
+    assert ends(solar, {2046: 3}, eos=2045) == [2045, 2043, 2044]
+    assert ends({}, {}, fim_rep=7, fim_sep=8, fim_pad=9, fim_mid=6) == [2045, 2043, 9, 7, 8]
+    assert ends({2046: "<|file_sep|>"}, {2046: 4}) == [2045, 2043, 2046]
+
+
+def test_tokens_to_fill_in_by(demo: dict[str, Any], tmp_path: Path) -> None:
+    """Those whose ids a file has; of two keys the newer one."""
+
+    def told(**ids: int) -> Any:
+        own = {f"tokenizer.ggml.{key}_token_id": place for key, place in ids.items()}
+        made({**demo, **own}, tmp_path)
+        return read_json(tmp_path / "tokenizer_config.json").get("infill_tokens")
+
+    tokens = demo["tokenizer.ggml.tokens"]
+    assert told() is None
+    assert told(fim_pre=2040, prefix=1, suffix=2041, middle=2042) == {
+        "prefix": tokens[2040],
+        "suffix": tokens[2041],
+        "middle": tokens[2042],
+    }
+    assert told(fim_pad=5, fim_rep=6, fim_sep=7) == {
+        "pad": tokens[5],
+        "repo_name": tokens[6],
+        "file_separator": tokens[7],
+    }
 
 
 def test_how_the_model_wants_to_be_sampled(demo: dict[str, Any], tmp_path: Path) -> None:
     made(demo, tmp_path)
     assert "do_sample" not in read_json(tmp_path / "generation_config.json")
+    assert "suppress_tokens" not in read_json(tmp_path / "generation_config.json")
+    made({**demo, "tokenizer.ggml.suppress_tokens": [7, 9]}, tmp_path)
+    assert read_json(tmp_path / "generation_config.json")["suppress_tokens"] == [7, 9]
     wishes = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "penalty_repeat": 1.1}
     made({**demo, **{f"general.sampling.{key}": one for key, one in wishes.items()}}, tmp_path)
     found = read_json(tmp_path / "generation_config.json")
@@ -424,6 +482,13 @@ def test_no_tokens(model: str | None, demo: dict[str, Any], tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+def test_tokens_of_no_text(demo: dict[str, Any], tmp_path: Path) -> None:
+    """Any number of places may have none; llama.cpp calls them so, too."""
+    tokens = [*demo["tokenizer.ggml.tokens"][:2046], "", ""]
+    found = made({**demo, "tokenizer.ggml.tokens": tokens}, tmp_path)
+    assert found.id_to_token(2047) == "[EMPTY_2047]"
+
+
 def test_unused_tokens_are_none(demo: dict[str, Any], tmp_path: Path) -> None:
     types = list(demo["tokenizer.ggml.token_type"])
     types[2046] = types[2045] = 5
@@ -438,14 +503,16 @@ def without(values: Sequence[Any], place: int) -> list[Any]:
 
 
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "another kind": ({"model": "bert"}, "the tokenizer is 'bert'; read are 'gpt2' and 'llama'"),
-    "an unknown cut": ({"pre": "superbpe"}, "says 'superbpe' how texts are cut .* known are dbrx"),
+    "another kind": ({"model": "bert"}, "the tokenizer is 'bert'; read are 'gpt2', 'llama'"),
+    "an unknown cut": ({"pre": "new"}, "says 'new' how texts are cut .* known are a.x-4.0, afmoe"),
     "no cut": ({"pre": None}, "does not say how texts are cut into words"),
     "a cut of no name": ({"pre": ["gpt-2"]}, r"pre is \[.gpt-2.\], and no name"),
     "the older default": ({"pre": "default"}, "says 'default' how texts are cut"),
     "an unknown key": ({"byte_encoder": "x"}, r"tokenizer\.ggml\.byte_encoder = x"),
     "spaces that go": ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces = True"),
     "a map of characters": ({"precompiled_charsmap": [1]}, r"precompiled_charsmap = \[1\]"),
+    "a gap outside": ({"fim_mid_token_id": 2048}, "fim_mid_token_id is 2048, of 2048 tokens"),
+    "tokens that are none": ({"suppress_tokens": ["x"]}, "suppress_tokens is no list of values"),
     "an end outside": ({"eos_token_id": 2048}, "eos_token_id is 2048, of 2048 tokens"),
     "an end of no type": ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
     "no beginning": ({"add_bos_token": True}, "the token bos, and not which one"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, processors
 
-from onnxport.errors import CapacityError, RequestError
+from onnxport.errors import ArtifactError, CapacityError, RequestError
 from onnxport.serving.infill import (
     FAMILIES,
     Extra,
@@ -67,6 +70,45 @@ def test_tokens_that_need_not_be_there() -> None:
     assert names("<|file_separator|>") == FAMILIES[1]
     assert names(QWEN[3]) == InfillNames(*QWEN)
     assert names() == InfillNames(*QWEN[:3])
+
+
+def test_tokens_that_files_name() -> None:
+    """They go first, and a family that the vocabulary has tells what they do not."""
+    own = tokenizer(*QWEN, *PROJECT, "<before>", "<behind>")
+
+    def names(**told: object) -> InfillNames:
+        own.infill_tokens = told
+        found = Infill.find(own)
+        assert found is not None
+        return found.names
+
+    assert names() == FAMILIES[0]
+    assert names(prefix="<before>") == replace(FAMILIES[0], prefix="<before>")
+    assert names(pad="<behind>") == replace(FAMILIES[0], pad="<behind>")
+    own = tokenizer("<before>", "<behind>", "<gap>")
+    told = {"prefix": "<before>", "suffix": "<behind>"}
+    assert names(**told, middle="<gap>") == InfillNames("<before>", "<behind>", "<gap>")
+    assert names(**told) == InfillNames("<before>", "<behind>", suffix_first=True)
+    with pytest.raises(RequestError, match="no token '<hole>'"):
+        names(**told, middle="<hole>")
+    with pytest.raises(RequestError, match="have 'hole'"):
+        names(**told, hole="<gap>")
+    own.infill_tokens = {"prefix": "<before>"}
+    assert Infill.find(own) is None
+
+
+def test_files_that_name_them(tmp_path: Path) -> None:
+    own = tokenizer("<before>", "<behind>", "<gap>")
+    (tmp_path / "tokenizer.json").write_text(own.to_json(), encoding="utf-8")
+    path = tmp_path / "tokenizer_config.json"
+    assert Tokenizer.from_folder(tmp_path, frozenset()).infill_tokens == {}
+    told = {"prefix": "<before>", "suffix": "<behind>", "middle": "<gap>"}
+    path.write_text(json.dumps({"infill_tokens": told}), encoding="utf-8")
+    assert Tokenizer.from_folder(tmp_path, frozenset()).infill_tokens == told
+    for wrong in ("[", "[]", '{"infill_tokens": ["<gap>"]}'):
+        path.write_text(wrong, encoding="utf-8")
+        with pytest.raises(ArtifactError, match=r"tokenizer_config\.json (is not valid|has no)"):
+            Tokenizer.from_folder(tmp_path, frozenset())
 
 
 def test_the_suffix_first() -> None:

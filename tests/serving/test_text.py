@@ -170,6 +170,22 @@ def test_byte_fallback_joins_to_the_text(text: str) -> None:
     assert "".join(pieces(FALLBACK, fallback_ids(text))) == text
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_added_letters_are_no_bytes(special: bool) -> None:
+    """DeepSeek Coder has ý and others as added tokens, which are names of bytes, too."""
+    fast = byte_level()
+    fast.add_tokens([AddedToken("\u00fd", special=special)])
+    own = Tokenizer(fast)
+    ids = own.encode("a\u00fd \u00fc")
+    assert own.token_to_id("\u00fd") in ids
+    text = "a\u00fd \u00fc" if not special else "a \u00fc"
+    assert own.decode(ids) == text
+    assert own.decode(ids, skip_special_tokens=False) == "a\u00fd \u00fc"
+    pieces = own.detokenizer([])
+    assert "".join([*map(pieces.add, ids), pieces.finish()]) == text
+    assert own.token_bytes(ids[1]) == "\u00fd".encode()
+
+
 def test_spaces_between_words_and_after_a_prompt() -> None:
     ids = [FALLBACK.token_to_id(word) for word in ("▁the", "▁sea", "▁is", "▁de", "e", "p")]
     known = [token_id for token_id in ids if token_id is not None]
