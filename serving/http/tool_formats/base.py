@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-NAME, QUOTED, ARGUMENTS = "{name}", "{quoted}", "{arguments}"  # places in `Written.call`
+# Places in `Written.call`.
+NAME, QUOTED, ID, ARGUMENTS = "{name}", "{quoted}", "{id}", "{arguments}"
+BREAK = "{break}"  # the end of a line that models may leave out, in any text of `Written`
 JSON_CALL = f'{{"name": {QUOTED}, "arguments": {ARGUMENTS}}}'
 
 Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
@@ -19,6 +21,7 @@ class ParsedCall:
 
     name: str
     arguments: str  # JSON text
+    id: str | None = None  # that the model gave it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,13 @@ class Written:
 
     Attributes:
         opening, closing: of a block.
-        call: with the places NAME, or QUOTED for a name in quotes, and ARGUMENTS.
+        call: with the places NAME, or QUOTED for a name in quotes, ARGUMENTS, and ID if it has one.
         between_calls: in one block; None: a block has one.
         between_blocks: None: a text has one.
         optional_marker: that a model may write before the first block.
         other_calls: other ways to write `call`, of which a model may choose one.
         told: what text beside calls begins with, where it is blocks of its own: one of these.
+        id_pattern: a regular expression of what may be an ID.
     """
 
     opening: str
@@ -78,6 +82,24 @@ class Written:
     optional_marker: str | None = None
     other_calls: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
+    id_pattern: str = "[0-9]+"
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A value that is any text of a regular expression."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A value that is written in tags itself, one after the other."""
+
+    tagged: tuple[Tagged, ...]
+
+
+Value = Mapping[str, Any] | tuple[str, ...] | Matched | Nested | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +108,19 @@ class Tagged:
 
     Attributes:
         name: None: any.
-        value: the JSON schema of a value in JSON; or texts, of which it is one; None: any text.
+        value: the JSON schema of a value in JSON; or texts, of which it is one; or what these are
+            made of; None: any text.
         times: "" for once, or "?" or "*".
+        other: another way to write it, which the model may choose.
     """
 
     before: str
     between: str
     after: str
     name: str | None = None
-    value: Mapping[str, Any] | tuple[str, ...] | None = None
+    value: Value = None
     times: str = ""
+    other: Tagged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +168,10 @@ class ToolFormat:
     between: str = ""
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     new_id: Callable[[], str] = long_id
+
+    def id_of(self, call: ParsedCall) -> str:
+        """Return the id of a call: the model's own, or a new one."""
+        return call.id or self.new_id()
 
     @property
     def has_channels(self) -> bool:

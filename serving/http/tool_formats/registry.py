@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from onnxport.serving.http.tool_formats.gigachat3 import GIGACHAT3, GIGACHAT31
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.invoke_calls import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    MINICPM5,
+    MINIMAX_M2,
+)
+from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
+from onnxport.serving.http.tool_formats.minimax import MINIMAX
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
@@ -21,6 +31,16 @@ FORMATS: tuple[ToolFormat, ...] = (
     HARMONY,
     MISTRAL_NAME,
     MISTRAL_LIST,
+    DEEPSEEK_V32,
+    DEEPSEEK_V4,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI_K2,
+    MINIMAX_M2,
+    MINIMAX,
+    MINICPM5,
+    GIGACHAT31,
+    GIGACHAT3,
     SEED_OSS,
     GLM45,
     QWEN3_CODER,

@@ -17,11 +17,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from onnxport.serving.http.tool_formats.base import (
+    BREAK,
     Block,
     Functions,
     Tagged,
@@ -37,7 +38,9 @@ _TAG: Final = re.compile(r"</?\w+>")
 _FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
 TEXT: Final = {"string"}
 MOST_REFERRED: Final = 8  # schemas, each of which refers to the next one
-_IN_JSON: Final = ("integer", "number", "boolean", "object", "array", "null")
+TEXT_SCHEMA: Final = {"type": "string"}
+_IN_PYTHON: Final = {"boolean": ("True", "False"), "null": ("None",)}
+_ANY_TEXT: Final = {"string", "number", "boolean", "null"}  # each of them, with nothing else asked
 
 
 _NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
@@ -62,6 +65,7 @@ class Tags:
         value: around its value; the first may be empty.
         end: of the function; empty: that of the block is.
         own_lines: whether a value stands on lines of its own.
+        is_python: whether the template writes values as Python does.
     """
 
     block: tuple[str, str]
@@ -70,6 +74,7 @@ class Tags:
     value: tuple[str, str]
     end: str = ""
     own_lines: bool = False
+    is_python: bool = False
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that begins at `start`; see `Reader`.
@@ -105,24 +110,21 @@ class Tags:
         They can hold properties that are there or not, in their order, each in JSON, of some texts,
         or any text.
         """
-        if not parameters.keys() <= _FLAT:
+        arguments = arguments_of(parameters, self._argument)
+        if arguments is None:
             return None
-        properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
-        additional = parameters.get("additionalProperties", True)
         before, behind = self.name
-        lines = "\n" if self.own_lines else ""
-        between = self.key[1] + (f"\n{self.value[0]}" if self.value[0] else lines)
-        tags = Tagged(self.key[0], between, f"{lines}{self.value[1]}\n")
-        arguments = [] if properties or additional is False else [replace(tags, times="*")]
-        for key, schema in properties.items():
-            value = _written_value(schema)
-            if value == () or re.search(r"[<>\s]", key):
-                return None
-            times = "" if key in required else "?"
-            arguments.append(replace(tags, name=key, value=value, times=times))
-        if not isinstance(additional, bool) or not set(required) <= properties.keys():
+        return TaggedCall(f"{before}{name}{behind}{BREAK}", arguments, f"{BREAK}{self.end}")
+
+    def _argument(self, name: str | None, schema: Any) -> Tagged | None:
+        """Return how an argument is written; see `arguments_of`."""
+        value = written_value(schema)
+        if value == ():
             return None
-        return TaggedCall(f"{before}{name}{behind}\n", tuple(arguments), self.end)
+        line = "\n" if self.own_lines else ""
+        between = self.key[1] + (f"{BREAK}{self.value[0]}" if self.value[0] else line)
+        tags = Tagged(self.key[0], between, f"{line}{self.value[1]}{BREAK}", name, value)
+        return replace(tags, other=in_python(tags, schema)) if self.is_python else tags
 
     def _name(self, cursor: Cursor, functions: Functions) -> str | None:
         """Go past the name of an offered function; None: it is none."""
@@ -152,30 +154,82 @@ class Tags:
                 cursor.skip_space()
                 if not cursor.take(self.value[0]):
                     return None
-            types = _types(schemas.get(key), parameters)
+            types = types_of(schemas.get(key), parameters)
             value = self._text(cursor, types)
             if key is None or value is None:
                 return None
-            found[key] = _value(value, types)
+            found[key] = value_of(value, types)
 
     def _text(self, cursor: Cursor, types: set[str]) -> str | None:
-        """Go past a value and its closing tag, and return it; a tag in a text of JSON is none."""
-        start = cursor.at
-        cursor.skip_space()
-        begin = cursor.at
-        if types != TEXT and cursor.json() is not None:
-            value = cursor.since(begin)
-            cursor.skip_space()
-            if cursor.take(self.value[1]):
-                return value
-        cursor.at = start
-        text = cursor.until(self.value[1])
+        """Go past a value and its closing tag, and return it."""
+        text = text_before(cursor, self.value[1], types)
         if text is None or not self.own_lines:
             return text
         return text.removeprefix("\n").removesuffix("\n")
 
 
-def _value(text: str, types: set[str]) -> Any:
+def text_before(cursor: Cursor, closing: str, types: set[str]) -> str | None:
+    """Go past a value and its closing tag, and return it; a tag in a text of JSON is none.
+
+    Args:
+        cursor: at the value.
+        closing: its tag.
+        types: that the value may have; see `types_of`.
+
+    Returns:
+        None: it is not closed.
+    """
+    start = cursor.at
+    cursor.skip_space()
+    begin = cursor.at
+    if types != TEXT and cursor.json() is not None:
+        value = cursor.since(begin)
+        cursor.skip_space()
+        if cursor.take(closing):
+            return value
+    cursor.at = start
+    return cursor.until(closing)
+
+
+def arguments_of(
+    parameters: Mapping[str, Any], argument: Callable[[str | None, Any], Tagged | None]
+) -> tuple[Tagged, ...] | None:
+    """Return how arguments are written in tags; None: parameters ask for more than tags can.
+
+    They can hold properties that are there or not, in their order.
+
+    Args:
+        parameters: the schema of the arguments.
+        argument: returns how one of some name and schema is written; None: it cannot be. The name
+            may be any, which is None, and is a text then.
+    """
+    if not parameters.keys() <= _FLAT:
+        return None
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+    additional = parameters.get("additionalProperties", True)
+    if not isinstance(additional, bool) or not set(required) <= properties.keys():
+        return None
+    if not properties and additional:
+        written = argument(None, TEXT_SCHEMA)
+        return None if written is None else (replace(written, times="*"),)
+    found: list[Tagged] = []
+    for key, schema in properties.items():
+        written = argument(key, schema)
+        if written is None or re.search(r"[<>\"\s]", key):
+            return None
+        found.append(replace(written, times="" if key in required else "?"))
+    return tuple(found)
+
+
+def in_python(written: Tagged, schema: Any) -> Tagged | None:
+    """Return an argument as Python writes its value; None: that is as it is written already."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    told = _IN_PYTHON.get(kind) if isinstance(kind, str) else None
+    is_plain = told is not None and set(schema) <= {"type", *ANNOTATIONS}
+    return replace(written, value=told) if is_plain else None
+
+
+def value_of(text: str, types: set[str]) -> Any:
     """Return the value of an argument: JSON, or what Python writes for it, where its schema can.
 
     What may be a text, and nothing of the type that JSON makes of it, is a text; and so is what
@@ -203,7 +257,7 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema of an argument names, or its alternatives do.
 
     Args:
@@ -251,15 +305,16 @@ def _named_types(schema: Any) -> set[str]:
     return {name for each in values for name in _NAMES.get(type(each), ())[:1]}
 
 
-def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
+def written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
     """Return what a value may be, as `Tagged` has it; no texts at all: that cannot be said."""
     if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
         return ()
-    asked = set(schema) - set(ANNOTATIONS)
-    if schema.get("type") in _IN_JSON:
+    types = types_of(schema, {})
+    if types and "string" not in types:
         return schema
-    if asked == {"type"} and schema["type"] == "string":
+    if _may_be_any_text(schema):
         return None
+    asked = set(schema) - set(ANNOTATIONS)
     if asked <= {"type", "enum", "const"}:
         texts = (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ()))
         if len(asked & {"enum", "const"}) == 1 and all(_is_kept(each, schema) for each in texts):
@@ -267,10 +322,24 @@ def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
     return ()
 
 
+def _may_be_any_text(schema: Mapping[str, Any]) -> bool:
+    """Whether any text fits a schema: it is a string, or what `value_of` else makes of it."""
+    asked = set(schema) - set(ANNOTATIONS)
+    among = schema[asked.pop()] if len(asked) == 1 and asked <= {"anyOf", "oneOf"} else [schema]
+    types: set[str] = set()
+    for each in among:
+        if not isinstance(each, Mapping) or set(each) - {"type", *ANNOTATIONS}:
+            return False
+        types |= _named_types(each)
+    return "string" in types and types <= _ANY_TEXT
+
+
 def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a value is a text that is read as it is written, and has no tag in it."""
     return (
-        isinstance(value, str) and "<" not in value and _value(value, _types(schema, {})) == value
+        isinstance(value, str)
+        and "<" not in value
+        and value_of(value, types_of(schema, {})) == value
     )
 
 
@@ -279,12 +348,15 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
     return ToolFormat(
         name,
         markers=(opening,),
-        further=(closing, *(one for one in (*tags.key, *tags.value) if _TAG.fullmatch(one))),
+        further=(
+            closing,
+            *(one for one in (tags.end, *tags.key, *tags.value) if _TAG.fullmatch(one)),
+        ),
         read=tags,
         written=Written(
-            opening + ("\n" if tags.end else ""),
-            ("\n" if tags.end else "") + closing,
-            between_blocks="\n",
+            opening + (BREAK if tags.end else ""),
+            (BREAK if tags.end else "") + closing,
+            between_blocks=BREAK,
         ),
         tagged=tags.written,
         recognizes=lambda template: sign in template,
@@ -302,11 +374,19 @@ GLM45 = _xml(
 )
 SEED_OSS = _xml(
     "seed_oss",
-    Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>"),
+    Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", is_python=True),
     SEED_CALL[0],
 )
 QWEN3_CODER = _xml(
     "qwen3_coder",
-    Tags(TOOL_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", own_lines=True),
+    Tags(
+        TOOL_CALL,
+        FUNCTION,
+        PARAMETER,
+        ("", "</parameter>"),
+        "</function>",
+        own_lines=True,
+        is_python=True,
+    ),
     "<function=",
 )
