@@ -220,7 +220,7 @@ class _Writer:
             case Nested(tagged):
                 return self._arguments(rule, tagged)
             case Matched(pattern):
-                return f'({rule} | "")', [f"{rule}: /({pattern})+/"]
+                return f"{rule}?", [f"{rule}: /({pattern})+/"]
             case tuple():
                 return rule, [f"{rule}: {' | '.join(map(_text, value))}"]
         return rule, [f"{rule}: %json {compact(value)}"]

@@ -29,6 +29,7 @@ from onnxport.serving.http.tool_formats.base import (
     Block,
     Functions,
     Matched,
+    Nested,
     Tagged,
     TaggedCall,
     ToolFormat,
@@ -169,7 +170,8 @@ class Invokes:
             return tags
         if value is not None:
             return replace(tags, other=in_python(tags, schema))
-        in_cdata = replace(tags, between=f'">{CDATA[0]}', after=f"{CDATA[1]}{tags.after}")
+        # CDATA opens behind the tag, not as a part of it: no lexeme may begin as a longer one does.
+        in_cdata = replace(tags, value=Nested((Tagged(CDATA[0], "", CDATA[1], name=""),)))
         return replace(tags, value=NO_MARKUP, other=in_cdata)
 
     def _typed(self, name: str | None, schema: Any) -> Tagged | None:
