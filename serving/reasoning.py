@@ -91,6 +91,7 @@ class ReasoningFormat:
 
 
 _THINK: Final = ReasoningFormat(("<think>",), ("</think>",))
+_MINIMAX: Final = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 _SEED: Final = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
 _GRANITE: Final = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
@@ -107,13 +108,14 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek_v3": _THINK,
     "glm45": _THINK,
     "ernie45": _RESPONSE,
+    "minimax_m3": _MINIMAX,
     "seed_oss": _SEED,
     "granite": _GRANITE,
 }
 AnyFormat = ReasoningFormat | ChannelFormat
 _ALL: Final[Mapping[str, AnyFormat]] = {**FORMATS, "openai_gptoss": ChannelFormat()}
 # Where it is to be recognized, in this order.
-_TRIED: Final = ("openai_gptoss", "seed_oss", "granite", "ernie45", "qwen3")
+_TRIED: Final = ("openai_gptoss", "minimax_m3", "seed_oss", "granite", "ernie45", "qwen3")
 
 
 def reasoning_format(name: str, templates: Iterable[str]) -> AnyFormat | None:
@@ -197,7 +199,7 @@ def splitter(thought: Thought | Channels | None, functions: Collection[str] = ()
 class ReasoningSplitter:
     """Split generated text into reasoning and the answer, incrementally.
 
-    It loses nothing but the tags, space before an opening one, and ends of lines: those around the
+    It loses nothing but the tags, space before the first one, and ends of lines: those around the
     reasoning, up to two behind it, and those next to tags around the answer. A tag that is not
     where it may be is text.
 
@@ -297,15 +299,19 @@ class ReasoningSplitter:
         return Split(reasoning, content)
 
     def _open(self, final: bool) -> None:
-        """Drop an opening tag; go on with the answer where there is none."""
+        """Drop an opening tag; go on with the answer where there is none.
+
+        A closing tag says that nothing was thought, as MiniMax M3's does ahead of such an answer.
+        """
         assert self.thought is not None
         begun = self._pending.lstrip()
-        opens = self.thought.opens
-        found = next((tag for tag in opens if begun.startswith(tag)), None)
+        opens, closes = self.thought.opens, self.thought.closes
+        found = next((tag for tag in (*opens, *closes) if begun.startswith(tag)), None)
         if found is not None:
             self._pending = begun[len(found) :]
-            self._state, self._has_thought = "within", True
-        elif final or not any(tag.startswith(begun) for tag in opens):
+            self._has_thought = found in opens
+            self._state = "within" if self._has_thought else "behind"
+        elif final or not any(tag.startswith(begun) for tag in (*opens, *closes)):
             self._state = "answer"
 
     def _reason(self, final: bool) -> str:

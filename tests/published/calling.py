@@ -146,7 +146,8 @@ def written(name: str, said: Said, end: str, **variables: Any) -> tuple[str, str
     assert len(prompt) - start < 20, (prompt[-200:], whole[start:][:200])
     turn, found, _ = whole[start:].partition(end)
     assert found, whole
-    return (prompt if "</think>" in turn else whole[:start]), turn
+    closes = "</think>" in turn or "</mm:think>" in turn
+    return (prompt if closes else whole[:start]), turn
 
 
 def answer(name: str, prompt: str, text: str) -> str:

@@ -56,6 +56,8 @@ def split(thought: Thought | None, text: str) -> tuple[str, str]:
         (FREE, " <thi", "", " <thi"),
         (FREE, "", "", ""),
         (FREE, "<think>\n\n</think>\n\nyes", "", "yes"),
+        (FREE, " </think>\nyes</think>", "", "yes</think>"),  # nothing was thought
+        (FREE, "</think>", "", ""),
         (OPEN, "hm\n</think>\n\nyes", "hm", "yes"),  # the prompt has opened it
         (OPEN, "\n\na\n\nb\n</think>\n\n\nyes", "a\n\nb", "\nyes"),
         (OPEN, "a</think>b</think>\n", "a", "b</think>\n"),
@@ -88,7 +90,7 @@ def test_any_pieces_give_the_same(thought: Thought, words: list[str], data: st.D
     assert "".join(each.content for each in found) == content
     ((_, place, _),) = splitter.stretches
     assert text[place:] == content
-    before, behind = r"(\s*<think>)?\n*", r"(\n*</think>\n{0,2})?"  # all that is not told
+    before, behind = r"(\s*<think>)?\n*", r"(\s*</think>\n{0,2})?"  # all that is not told
     assert re.fullmatch(before + re.escape(reasoning) + behind + re.escape(content), text)
 
 
@@ -168,6 +170,7 @@ def test_deepseek_r1_thinks_always() -> None:
     ("name", "template", "found"),
     [
         ("auto", "{{ m.content.split('</think>')[-1] }}", THINK),
+        ("auto", "<mm:think> {{ '<think>' }}", FORMATS["minimax_m3"]),
         ("auto", "<seed:think> {{ '<think>' }}", FORMATS["seed_oss"]),
         ("auto", "between <think></think>, between <response></response>", FORMATS["ernie45"]),
         ("auto", "write after 'Here is my response:'", FORMATS["granite"]),

@@ -20,6 +20,7 @@ from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.minimax import MINIMAX
+from onnxport.serving.http.tool_formats.minimax_m3 import MINIMAX_M3
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
@@ -36,6 +37,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     KIMI_K2,
+    MINIMAX_M3,
     MINIMAX_M2,
     MINIMAX,
     MINICPM5,

@@ -267,18 +267,18 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     Returns:
         None of them: all may be.
     """
-    schema = _referred(schema, root)
+    schema = referred(schema, root)
     named = _named_types(schema)
     if named or not isinstance(schema, Mapping):
         return named
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(among := schema.get(key), list):
-            types = [_named_types(_referred(each, root)) for each in among]
+            types = [_named_types(referred(each, root)) for each in among]
             return set().union(*types) if all(types) else set()
     return set()
 
 
-def _referred(schema: Any, root: Mapping[str, Any]) -> Any:
+def referred(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return the schema that another one refers to, or that itself; None: there is none."""
     for _ in range(MOST_REFERRED):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
