@@ -25,6 +25,8 @@ from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
 from onnxport.serving.http.tool_formats.registry import FORMATS
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
 
+from .section_cases import FOUND as IN_SECTIONS
+
 FUNCTIONS = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "t": {"type": "string"}}},
     "add_all": {"type": "object"},
@@ -468,7 +470,7 @@ def test_what_opens_many_blocks_and_ends_none_is_content_soon() -> None:
 
 def _pieces(syntax: ToolFormat) -> list[str]:
     """Return what texts are made of that are nearly calls of a format."""
-    whole = [text for each, text, *_ in FOUND if each.name == syntax.name]
+    whole = [text for each, text, *_ in (*FOUND, *IN_SECTIONS) if each.name == syntax.name]
     parts = [text[: len(text) // 2] for text in whole] + [text[len(text) // 2 :] for text in whole]
     return [
         *whole,
