@@ -21,6 +21,7 @@ from onnxport.serving.http.tool_formats.sections import ends_behind
 
 OPEN: Final = "<tool_calls>"
 CLOSE: Final = "</tool_calls>"
+SENTENCE: Final = "<beginning_of_sentence>"  # before each message; others have these tags, too
 
 
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
@@ -54,5 +55,5 @@ MINIMAX = ToolFormat(
     further=(CLOSE,),
     read=read,
     written=Written(f"{OPEN}{BREAK}", f"{BREAK}{CLOSE}", between_calls="\n"),
-    recognizes=lambda template: CLOSE in template,
+    recognizes=lambda template: CLOSE in template and SENTENCE in template,
 )
