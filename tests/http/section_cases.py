@@ -91,6 +91,7 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
     (KIMI_K2, f"See. {K_BEGIN} {K_ADD}\n{K_ALL}\n{K_END}", "See.", KIMI),
     (KIMI_K2, f"{K_ADD}{K_ALL}", "", KIMI),
     (KIMI_K2, f"{K_ADD}{K_ALL}".replace("<|tool_call_end|>", ""), "", KIMI),
+    (KIMI_K2, K_ADD + K_ADD, "", [KIMI[0], ADD]),  # an id that one has already
     (KIMI_K2, K_ADD.replace("functions.", ""), "", [replace(ADD, id="add:0")]),
     (KIMI_K2, K_ALL.replace("{}", ""), "", KIMI[1:]),
     (MINIMAX_M2, M2.format(M2_ADD + M2_ALL), "", [ADD, ALL]),
