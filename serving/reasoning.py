@@ -32,12 +32,14 @@ class Thought:
         opens, closes: each of them does so.
         is_open: whether it has begun before the text; otherwise the text may begin with it.
         around: what may begin and end the answer behind it; None: nothing.
+        ends_before: texts that end it, too, and begin the answer.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_open: bool = False
     around: tuple[str, str] | None = None
+    ends_before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,16 +321,18 @@ class ReasoningSplitter:
         assert self.thought is not None
         if not self._has_text:
             self._pending = self._pending.lstrip("\n")
-        found = first_of(self._pending, self.thought.closes)
+        ends = (*self.thought.closes, *self.thought.ends_before)
+        found = first_of(self._pending, ends)
         if found is not None:
             start, tag = found
             text = self._pending[:start].rstrip("\n")
-            self._pending = self._pending[start + len(tag) :]
-            self._state = "behind"
+            closes = tag in self.thought.closes
+            self._pending = self._pending[start + len(tag) * closes :]
+            self._state = "behind" if closes else "answer"
         elif final:
             text, self._pending = self._pending, ""
         else:
-            held = longest_beginning(self._pending, self.thought.closes)
+            held = longest_beginning(self._pending, ends)
             text = self._pending[: len(self._pending) - held].rstrip("\n")
             self._pending = self._pending[len(text) :]
         self._has_text = self._has_text or bool(text)

@@ -274,6 +274,21 @@ def test_a_model_calls_in_its_own_format(served: tuple[str, RunningServer], stre
     assert isinstance(arguments(told)[0]["a"], int)
 
 
+@pytest.mark.slow
+def test_a_call_ends_a_thought_that_is_open(tmp_path: Path) -> None:
+    """As Kimi K2 may write it; behind a form a thought has to be closed."""
+    special, template, call, _ = SERVED["kimi_k2"]
+    write_tokenizer(tmp_path, f"{{# <think> #}}{template}{PROMPTED}", special)
+    with _servers(tmp_path) as start:
+        server = start()
+        told = ask(server, f"<think>Hm.{call}")
+        assert (told["reasoning_content"], told["content"]) == ("Hm.", None)
+        assert (arguments(told), told["finish_reason"]) == ([{"a": 1}], "tool_calls")
+        told = ask(server, f"<think>Hm.{call}</think>{call}", parallel_tool_calls=False)
+        assert "functions.add:3" in told["reasoning_content"]
+        assert arguments(told) == [{"a": 1}]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_calls(served: tuple[str, RunningServer], stream: bool) -> None:
     name, server = served

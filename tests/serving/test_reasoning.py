@@ -94,6 +94,29 @@ def test_any_pieces_give_the_same(thought: Thought, words: list[str], data: st.D
     assert re.fullmatch(before + re.escape(reasoning) + behind + re.escape(content), text)
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("hm\n<call>f</call>", "hm", "<call>f</call>"),
+        ("<call>f</think>", "", "<call>f</think>"),
+        ("hm</think>a<call>", "hm", "a<call>"),
+        ("hm <cal", "hm <cal", ""),
+        ("hm <calls</think>a", "hm <calls", "a"),
+    ],
+)
+def test_a_thought_ends_before_a_call_if_that_is_said(
+    text: str, reasoning: str, content: str
+) -> None:
+    thought = replace(OPEN, ends_before=("<call>",))
+    assert split(thought, text) == (reasoning, content)
+    splitter = ReasoningSplitter(thought)
+    found = [*map(splitter.feed, text), splitter.finish()]
+    assert "".join(each.reasoning for each in found) == reasoning
+    assert "".join(each.content for each in found) == content
+    ((_, place, _),) = splitter.stretches
+    assert text[place:] == content
+
+
 def test_text_comes_as_early_as_it_is_certain() -> None:
     splitter = ReasoningSplitter(FREE)
     given = ("<th", "ink>a", "b\n", "c</", "d</think>", "\n", "e")

@@ -155,6 +155,8 @@ class ToolFormat:
         tagged: how a call of a function with such parameters is written, where that is in tags;
             None: it cannot be, so `written` says how.
         new_id: makes the id of a call, which the template may ask something of.
+        ends_thought: texts before calls that end a thought which was not closed: none speaks of
+            them.
     """
 
     name: str
@@ -168,6 +170,7 @@ class ToolFormat:
     between: str = ""
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     new_id: Callable[[], str] = long_id
+    ends_thought: tuple[str, ...] = ()
 
     def id_of(self, call: ParsedCall) -> str:
         """Return the id of a call: the model's own, or a new one."""

@@ -75,6 +75,7 @@ def _deepseek(name: str, written: Written, sign: str) -> ToolFormat:
         further=(SECTION[1], CALL[1], SEPARATOR),
         read=read,
         written=written,
+        ends_thought=(SECTION[0], CALL[0]),
         recognizes=lambda template: SECTION[0] in template and sign in template,
     )
 

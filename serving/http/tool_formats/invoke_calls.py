@@ -208,6 +208,7 @@ class Invokes:
                 between_blocks=None if opening else BREAK,
             ),
             tagged=self.written,
+            ends_thought=tuple(filter(None, [opening])),
             recognizes=lambda template: all(sign in template for sign in signs),
         )
 

@@ -68,5 +68,6 @@ KIMI_K2 = ToolFormat(
         f"{CALL[0]}{PREFIX}{NAME}:{ID}{ARGUMENT}{ARGUMENTS}{CALL[1]}",
         between_calls="",
     ),
+    ends_thought=(SECTION[0], CALL[0]),
     recognizes=lambda template: ARGUMENT in template,
 )

@@ -203,5 +203,6 @@ MINIMAX_M3 = ToolFormat(
         between_calls="",
     ),
     tagged=written,
+    ends_thought=(OPEN, CALL[0]),
     recognizes=lambda template: SIGN in template,
 )
