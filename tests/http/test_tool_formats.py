@@ -207,6 +207,8 @@ FOUND: list[Case] = [
     ),
     (QWEN3_CODER, CODER_ADD, "", [ADD]),
     (QWEN3_CODER, f"<tool_call>\n{J_ADD}\n</tool_call>", "", [ADD]),
+    (QWEN3_CODER, f"So.\n{CODER_ADD[12:]}\n{CODER_ADD}", "So.", [ADD, ADD]),  # no first tag
+    (QWEN3_CODER, CODER_ADD[12:-12], "", [ADD]),
 ]
 
 NO_CALLS: list[tuple[ToolFormat, str]] = [
@@ -344,9 +346,11 @@ def test_a_whole_call_counts_however_far_its_closing_tag_got(
     for end in range(text.rindex("</") - 1, len(text)):
         expected = (text[:end], []) if is_needed else ("", [ADD])
         assert parse(syntax, text[:end]) == parse(syntax, *text[:end]) == expected
+    whole = text[: text.rindex("</")]
     for behind in ("</tool_x", "x"):
-        cut = text[: text.rindex("</")] + behind
-        assert parse(syntax, cut) == (cut, [])
+        has_end = whole.endswith("</function>\n")
+        expected = (f"\n{behind}", [ADD]) if has_end else (whole + behind, [])
+        assert parse(syntax, whole + behind) == parse(syntax, *whole, *behind) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_calls import ToolCallParser
-from onnxport.serving.http.tool_formats.base import BREAK, ID, Tagged, ToolFormat
+from onnxport.serving.http.tool_formats.base import BREAK, ID, TaggedCall, ToolFormat
 from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.hermes import HERMES
@@ -57,24 +57,23 @@ SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in 
 
 
 @cache
-def special_vocabulary() -> tuple[Tokenizer, Vocabulary]:
-    """Return a tokenizer where every marker is a special token."""
+def special_vocabulary(*texts: str) -> tuple[Tokenizer, Vocabulary]:
+    """Return a tokenizer where some texts are special tokens."""
     fast = byte_level()
-    texts = sorted({text for each in FORMATS for text in each.tokens})
     fast.add_special_tokens([AddedToken(text, special=True) for text in texts])
     words = Tokenizer(fast, frozenset([fast.token_to_id(EOS)]))
     return words, Vocabulary.build(words, words.vocab_size, words.eos_token_ids)
 
 
 def special_of(syntax: ToolFormat) -> dict[str, int]:
-    words, _ = special_vocabulary()
+    words, _ = special_vocabulary(*syntax.tokens)
     found = {text: words.token_to_id(text) for text in syntax.tokens}
     return {text: one for text, one in found.items() if one is not None}
 
 
-def accepts(form: StructuredOutputs, text: str) -> bool:
-    """Whether a form allows a text in which markers are special tokens."""
-    words, vocabulary = special_vocabulary()
+def accepts(syntax: ToolFormat, form: StructuredOutputs, text: str) -> bool:
+    """Whether a form allows a text in which the markers of a format are special tokens."""
+    words, vocabulary = special_vocabulary(*syntax.tokens)
     sequence = compile_grammar(form, vocabulary, CompileLimits()).sequence(0)
     tokens = array("q", words.encode(text, add_special_tokens=False))
     if sequence.num_possible(array("q"), tokens) < len(tokens):
@@ -85,13 +84,12 @@ def accepts(form: StructuredOutputs, text: str) -> bool:
 def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -> str:
     """Return calls as a model writes them in a format."""
     how = syntax.written
-    tagged = syntax.tagged and syntax.tagged(name, {"type": "object"})
     told = [
         tagged.before
-        + "".join(_argument(tagged.arguments[0], key, value) for key, value in each.items())
+        + "".join(_argument(tagged, key, value) for key, value in each.items())
         + tagged.behind
         for each in arguments
-        if tagged
+        if (tagged := _tagged(syntax, name, each))
     ] or [
         how.call.replace("{arguments}", json.dumps(each))
         .replace("{quoted}", json.dumps(name))
@@ -104,8 +102,24 @@ def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -
     )
 
 
-def _argument(tags: Tagged, key: str, value: Any) -> str:
+def _tagged(syntax: ToolFormat, name: str, arguments: dict[str, Any]) -> TaggedCall | None:
+    """Return how a call is written in tags, with any arguments, or with these where that cannot be.
+
+    A function that is not strict has any.
+    """
+    found = syntax.tagged and syntax.tagged(name, {"type": "object"})
+    if found or not syntax.tagged or name == "loose":
+        return found or None
+    schemas = {
+        key: {"type": "string" if isinstance(value, str) else "integer"}
+        for key, value in arguments.items()
+    }
+    return syntax.tagged(name, {"type": "object", "properties": schemas})
+
+
+def _argument(tagged: TaggedCall, key: str, value: Any) -> str:
     """Return an argument in its tags, which may say whether it is text."""
+    tags = next(each for each in tagged.arguments if each.name in (None, key))
     is_text = isinstance(value, str)
     if not is_text and tags.other is not None and isinstance(tags.other.value, Mapping):
         tags = tags.other
@@ -148,9 +162,9 @@ def test_forced_calls_in_special_tokens(syntax: ToolFormat) -> None:
     special = special_of(syntax)
     several = calls(TOOLS, syntax, special, several=True)
     one = calls(TOOLS, syntax, special, several=False, name="add")
-    assert accepts(one, written(syntax, GOOD))
-    assert accepts(several, written(syntax, GOOD))
-    assert accepts(several, written(syntax, GOOD, GOOD)) == has_several(syntax)
+    assert accepts(syntax, one, written(syntax, GOOD))
+    assert accepts(syntax, several, written(syntax, GOOD))
+    assert accepts(syntax, several, written(syntax, GOOD, GOOD)) == has_several(syntax)
     for form, text in (
         (one, written(syntax, GOOD, GOOD)),
         (one, written(syntax, {"text": "a"}, name=FIND["function"]["name"])),
@@ -161,7 +175,7 @@ def test_forced_calls_in_special_tokens(syntax: ToolFormat) -> None:
         (several, written(syntax, GOOD, BAD)),
         (several, written(syntax, GOOD, name="sub")),
     ):
-        assert not accepts(form, text), text
+        assert not accepts(syntax, form, text), text
 
 
 PERSON = {
@@ -189,7 +203,7 @@ def test_calls_or_an_answer_of_a_form(
         form = StructuredOutputs(json=schema, calls=found, thought=tagged)
         text = "<think>hm</think>\n" + text if tagged else text
         if in_tokens:
-            return accepts(form, text)
+            return accepts(syntax, form, text)
         return accepts_text(compiled(form), text)
 
     call, loose = written(syntax, GOOD), written(syntax, {"b": "1"}, name="loose")
@@ -227,7 +241,7 @@ def test_strict_calls_where_the_model_may_call(syntax: ToolFormat, in_tokens: bo
 
     def allowed(text: str, form: StructuredOutputs = form) -> bool:
         if in_tokens:
-            return accepts(form, text)
+            return accepts(syntax, form, text)
         return accepts_text(compiled(form), text)
 
     assert allowed("")

@@ -32,6 +32,7 @@ from onnxport.serving.http.tool_formats.base import (
 )
 from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete, json_value
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
+from onnxport.serving.http.tool_formats.sections import ends_behind
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 _TAG: Final = re.compile(r"</?\w+>")
@@ -41,8 +42,6 @@ MOST_REFERRED: Final = 8  # schemas, each of which refers to the next one
 TEXT_SCHEMA: Final = {"type": "string"}
 _IN_PYTHON: Final = {"boolean": ("True", "False"), "null": ("None",)}
 _ANY_TEXT: Final = {"string", "number", "boolean", "null"}  # each of them, with nothing else asked
-
-
 _NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
     str: ("string",),
     bool: ("boolean",),
@@ -79,16 +78,21 @@ class Tags:
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that begins at `start`; see `Reader`.
 
-        Its closing tag may be missing, or cut, at the end of all, where the call itself is whole.
+        Its closing tag may be missing, or cut, where the call itself is whole: where nothing else
+        ends that, at the end of all alone. A call that has an end of its own needs no opening tag.
         """
         opening, closing = self.block
-        cursor = Cursor(text, start + len(opening), final)
+        cursor = Cursor(text, start, final)
+        is_bare = cursor.take(*self.openings) != opening
         none = Block(cursor.at)
+        if is_bare:
+            cursor.at = start
         cursor.skip_space()
         is_json = cursor.next() == "{"
         name = None if is_json else self._name(cursor, functions)
         if name is None and not is_json:
             return none
+        closing = (name and self.end) or closing
         if not final and text.find(closing, cursor.at) < 0:
             raise Incomplete(AwaitedTag(closing, text[cursor.at :]))
         try:
@@ -96,13 +100,18 @@ class Tags:
                 found = call_of(cursor.json(), functions)
             else:
                 found = call(name, self._arguments(cursor, functions[name]), functions)
-            cursor.skip_space()
-            is_closed = cursor.take(closing) is not None
-            if final and not is_closed and closing.startswith(text[cursor.at :]):
-                cursor.at, is_closed = len(text), True
-            return Block(cursor.at, (found,)) if found and is_closed else none
         except Incomplete:  # the tag that came is within a value
             raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
+        end = ends_behind(text, cursor.at, final, [self.block[1]])
+        is_closed = (
+            closing == self.end or end > cursor.at or (final and not text[cursor.at :].strip())
+        )
+        return Block(end, (found,)) if found and is_closed else none
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What a block may begin with."""
+        return (self.block[0], self.name[0]) if self.end else (self.block[0],)
 
     def written(self, name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
         """Return how a call of a function is written; None: parameters ask for more than tags can.
@@ -347,7 +356,7 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
     opening, closing = tags.block
     return ToolFormat(
         name,
-        markers=(opening,),
+        markers=tags.openings,
         further=(
             closing,
             *(one for one in (tags.end, *tags.key, *tags.value) if _TAG.fullmatch(one)),
