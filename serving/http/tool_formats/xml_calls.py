@@ -85,8 +85,7 @@ class Tags:
         cursor = Cursor(text, start, final)
         is_bare = cursor.take(*self.openings) != opening
         none = Block(cursor.at)
-        if is_bare:
-            cursor.at = start
+        cursor.at = start if is_bare else cursor.at
         cursor.skip_space()
         is_json = cursor.next() == "{"
         name = None if is_json else self._name(cursor, functions)
@@ -103,10 +102,8 @@ class Tags:
         except Incomplete:  # the tag that came is within a value
             raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
         end = ends_behind(text, cursor.at, final, [self.block[1]])
-        is_closed = (
-            closing == self.end or end > cursor.at or (final and not text[cursor.at :].strip())
-        )
-        return Block(end, (found,)) if found and is_closed else none
+        is_closed = end > cursor.at or (final and not text[cursor.at :].strip())
+        return Block(end, (found,)) if found and (is_closed or closing == self.end) else none
 
     @property
     def openings(self) -> tuple[str, ...]:
