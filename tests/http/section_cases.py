@@ -111,6 +111,8 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
     (DEEPSEEK_V32, dsml("x", "false", "[1]"), "", of(x=[1])),
     (DEEPSEEK_V32, dsml("x", "false", "so"), "", of(x="so")),
     (DEEPSEEK_V32, dsml("x", "false", "1").replace(' string="false"', ""), "", of(x=1)),
+    (DEEPSEEK_V32, dsml("arguments", "false", '{"a": 1}'), "", [ADD]),
+    (DEEPSEEK_V32, dsml("arguments", "false", '{"b": 1}'), "", of(arguments={"b": 1})),
     (DEEPSEEK_V4, dsml("a", "false", "1").replace("function_calls", "tool_calls"), "", [ADD]),
     (MINICPM5, f"See. {C_ADD}\n{C_ADD}", "See.", [ADD, ADD]),
     (MINICPM5, C_ADD.replace('"a">1', '"t">1 < 2'), "", of(t="1 < 2")),

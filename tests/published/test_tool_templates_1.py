@@ -125,6 +125,19 @@ def test_the_format_of_a_template_is_recognized(model: Model) -> None:
     assert format_of(model.name).name == model.format
 
 
+@pytest.mark.parametrize(
+    ("name", "syntax"),
+    [  # whose turns of an assistant our renderer does not write, as transformers' does not
+        ("Kimi-K2-Instruct", "kimi_k2"),
+        ("Kimi-K2-Thinking", "kimi_k2"),
+        ("llama-cpp-deepseek-r1", "deepseek_v3"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "deepseek_v3"),
+    ],
+)
+def test_formats_of_others_are_recognized(name: str, syntax: str) -> None:
+    assert format_of(name).name == syntax
+
+
 def check(model: Model, said: Said) -> None:
     prompt, text = written(model.name, said, model.end, **model.variables)
     for pieces in cuts(text):

@@ -51,6 +51,7 @@ from onnxport.serving.structured.schema import ANNOTATIONS
 
 CDATA: Final = ("<![CDATA[", "]]>")
 IS_TEXT, IS_JSON = ' string="true"', ' string="false"'
+WRAPPERS: Final = ("arguments", "input")
 NO_MARKUP: Final = Matched("[^<&\\n]")  # what of a text needs no CDATA
 
 
@@ -113,7 +114,7 @@ class Invokes:
             cursor.skip_space()
             ended = cursor.take(end, opening)
             if ended != opening:
-                return found if ended else None
+                return self._unwrapped(found, schemas) if ended else None
             key, attributes = cursor.until('"'), cursor.until(">")
             if key is None or attributes is None:
                 return None
@@ -121,6 +122,18 @@ class Invokes:
             if value is None:
                 return None
             [found[key]] = value
+
+    def _unwrapped(self, found: dict[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments; DeepSeek puts all of them into one at times, which nobody asked for."""
+        if not self.says_type or len(found) != 1:
+            return found
+        [(name, inner)] = found.items()
+        is_wrapper = name in WRAPPERS and name not in schemas
+        return (
+            inner
+            if is_wrapper and isinstance(inner, dict) and inner.keys() <= schemas.keys()
+            else found
+        )
 
     def _value(self, cursor: Cursor, attributes: str, types: set[str]) -> tuple[Any] | None:
         """Go past a value and its closing tag, and return it alone; None: it is not closed."""
