@@ -16,6 +16,7 @@ from onnxport.serving.http.tool_formats.invoke_calls import (
     MINIMAX_M2,
 )
 from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
+from onnxport.serving.http.tool_formats.kimi_k3 import KIMI_K3
 from onnxport.serving.http.tool_formats.minimax import MINIMAX
 from onnxport.serving.http.tool_formats.minimax_m3 import MINIMAX_M3, SIGN
 
@@ -55,6 +56,7 @@ D_ADD = (
 C_ADD = '<function name="add"><param name="a">1</param></function>'
 M3_ADD = f'{SIGN}<invoke name="add">{SIGN}<a>1{SIGN}</a>{SIGN}</invoke>\n'
 M3 = f"{SIGN}<tool_call>\n{{}}{SIGN}</tool_call>"
+K3 = "<|open|>tools<|sep|>{}<|close|>tools<|sep|>"
 J_ADD = '{"name": "add", "arguments": {"a": 1}}'
 
 
@@ -67,6 +69,15 @@ def dsml(name: str, is_text: str, value: str) -> str:
 def m3(name: str, value: str) -> str:
     """Return a call with one argument in MiniMax M3's tags, `[` for what is before each."""
     return f'[<invoke name="add">[<{name}>{value}[</{name}>[</invoke>'.replace("[", SIGN)
+
+
+def k3(kind: str, value: str) -> str:
+    """Return a call with one argument in Kimi K3's sections."""
+    return (
+        '<|open|>call tool="add" index="1"<|sep|>'
+        f'<|open|>argument key="{"t" if kind == "string" else "a"}" type="{kind}"<|sep|>{value}'
+        "<|close|>argument<|sep|><|close|>call<|sep|>"
+    )
 
 
 def of(**arguments: Any) -> list[ParsedCall]:
@@ -132,6 +143,16 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
     (MINIMAX_M3, m3("x", "[<y>1[</y>[<y>2[</y>"), "", of(x={"y": [1, 2]})),
     (MINIMAX_M3, m3("x", "[<z>[<w>3[</w>[</z>"), "", of(x={"z": {"w": 3}})),
     (MINIMAX_M3, f'{SIGN}<invoke name="add">{{"a": 1}}{SIGN}</invoke>', "", [ADD]),
+    (KIMI_K3, K3.format(k3("number", "1") + k3("number", "1")), "", [ADD, ADD]),
+    (KIMI_K3, f"See. {k3('number', '1')}", "See.", [ADD]),
+    (KIMI_K3, k3("string", "1 <|close|>call<|sep|>\n"), "", of(t="1 <|close|>call<|sep|>\n")),
+    (
+        KIMI_K3,
+        '<|open|>call tool="add"<|sep|><|open|>json type="object"<|sep|>{"a": 1}'
+        "<|close|>json<|sep|><|close|>call<|sep|>",
+        "",
+        [ADD],
+    ),
     (MINIMAX, f"<tool_calls>\n{J_ADD}\n{J_ADD}\n</tool_calls>", "", [ADD, ADD]),
     (MINIMAX, f"See. <tool_calls>{J_ADD}", "See.", [ADD]),
     (MINIMAX, f"<tool_calls>{J_ADD}\n</tool_ca", "", [ADD]),
@@ -158,6 +179,8 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (MINICPM5, C_ADD.replace("</param>", "")),
     (MINIMAX_M3, M3_ADD.replace("</a>", "</b>")),
     (MINIMAX_M3, m3("x", "[<y>" * 100 + "1" + "[</y>" * 100)),
+    (KIMI_K3, k3("number", "1").replace("add", "sub")),
+    (KIMI_K3, k3("number", "1").removesuffix("<|close|>call<|sep|>")),
     (MINIMAX, f"<tool_calls>{J_ADD} and </tool_calls>"),
     (MINIMAX, "<tool_calls> are calls"),
     (GIGACHAT3, "a function call is"),

@@ -86,6 +86,7 @@ def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -
     how = syntax.written
     told = [
         tagged.before
+        + "".join(one.before + "1" + one.after for one in tagged.arguments if one.name == "")
         + "".join(_argument(tagged, key, value) for key, value in each.items())
         + tagged.behind
         for each in arguments
@@ -121,9 +122,21 @@ def _argument(tagged: TaggedCall, key: str, value: Any) -> str:
     """Return an argument in its tags, which may say whether it is text."""
     tags = next(each for each in tagged.arguments if each.name in (None, key))
     is_text = isinstance(value, str)
-    if not is_text and tags.other is not None and isinstance(tags.other.value, Mapping):
-        tags = tags.other
+    ways = [tags]
+    while (way := ways[-1].other) is not None:
+        ways.append(way)
+    if len(ways) > 1:  # it says whether it is text, or a type
+        fit = (way for way in ways if _may_be(value, way.value))
+        tags = next(fit, ways[0])
     return tags.before + key + tags.between + (value if is_text else json.dumps(value)) + tags.after
+
+
+def _may_be(value: Any, written: Any) -> bool:
+    """Whether a value is one that an argument may have in one of its ways."""
+    if isinstance(value, str):
+        return not isinstance(written, Mapping)
+    kinds = (None, "integer", "number")
+    return isinstance(written, Mapping) and written.get("type") in kinds
 
 
 def spelled(text: str) -> str:

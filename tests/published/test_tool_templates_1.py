@@ -179,6 +179,26 @@ def test_results_go_back_by_the_ids_that_the_model_gave() -> None:
     assert [f"Return of {each}" in back for each in ids] == [True] * 3
 
 
+def kimi_k3(*told: Any) -> str:
+    """Return what Kimi K3's template writes of calls: the section behind that of the answer."""
+    _, turn = written("Kimi-K3", Said(told), "<|close|>message<|sep|>")
+    return turn[turn.index("<|open|>tools") :]
+
+
+def test_calls_of_kimi_k3() -> None:
+    assert format_of("Kimi-K3").name == "kimi_k3"
+    for told in (*CALLS.values(), PARALLEL):
+        text = kimi_k3(*told)
+        for pieces in cuts(text):
+            assert plain(parts("Kimi-K3", "", *pieces)[2]) == list(told), text
+        assert parts("Kimi-K3", "", text)[1] == ""
+        assert accepts(form("Kimi-K3", True), text), text
+        assert accepts(form("Kimi-K3", False), text) == (told is not PARALLEL)
+        assert accepts(form("Kimi-K3", True, forced=False), text), text
+    for wrong in OTHER:
+        assert not accepts(form("Kimi-K3", True), kimi_k3(wrong))
+
+
 OTHER = [("write_file", {"path": "a.txt"}), ("set", {**FLAT, "count": "x"})]
 
 

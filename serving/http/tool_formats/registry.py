@@ -17,6 +17,7 @@ from onnxport.serving.http.tool_formats.invoke_calls import (
     MINIMAX_M2,
 )
 from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
+from onnxport.serving.http.tool_formats.kimi_k3 import KIMI_K3
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.minimax import MINIMAX
@@ -37,6 +38,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     KIMI_K2,
+    KIMI_K3,
     MINIMAX_M3,
     MINIMAX_M2,
     MINIMAX,

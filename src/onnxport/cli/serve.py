@@ -162,9 +162,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default="auto",
         metavar="FORMAT",
         help="how the model writes tool calls: deepseek_v3, deepseek_v31, deepseek_v32, "
-        "deepseek_v4, gigachat3, glm4, glm45, granite, hermes, kimi_k2, lfm2, llama3_json, "
-        "minicpm5, minimax, minimax_m2, minimax_m3, mistral, openai, phi4_mini_json, pythonic, "
-        "qwen3_coder or seed_oss (auto: as its chat template says)",
+        "deepseek_v4, gigachat3, glm4, glm45, granite, hermes, kimi_k2, kimi_k3, lfm2, "
+        "llama3_json, minicpm5, minimax, minimax_m2, minimax_m3, mistral, openai, phi4_mini_json, "
+        "pythonic, qwen3_coder or seed_oss (auto: as its chat template says)",
     )
     group.add_argument(
         "--infill-tokens",
