@@ -11,6 +11,7 @@ import pytest
 from onnxport.serving.http.tool_formats.forced import calls as forms_of
 from onnxport.serving.structured.compiler import CompiledGrammar
 from tests.serving.structured import accepts, compiled
+from tests.tiers import every
 
 from .calling import (
     CALLS,
@@ -118,6 +119,7 @@ MODELS = [
     Model("openbmb-MiniCPM5-1B", "minicpm5", IM_END, in_python=True),
 ]
 every_model = pytest.mark.parametrize("model", MODELS, ids=lambda each: each.name)
+every_fourth = pytest.mark.parametrize("model", every(4, MODELS), ids=lambda each: each.name)
 
 
 @every_model
@@ -147,7 +149,7 @@ def check(model: Model, said: Said) -> None:
         assert thought.strip() == said.thought, text
 
 
-@every_model
+@every_fourth
 def test_calls_are_read_as_the_template_writes_them(model: Model) -> None:
     for case, told in CALLS.items():
         if case == "maybe" and not model.has_nulls:
@@ -209,7 +211,7 @@ def form(name: str, several: bool, forced: bool = True) -> CompiledGrammar:
     return compiled(forms_of(tools, format_of(name), several=several, forced=forced))
 
 
-@every_model
+@every_fourth
 def test_forced_calls_are_what_the_template_writes(model: Model) -> None:
     def text(*told: Any) -> str:
         prompt, turn = written(model.name, Said(told), model.end, **model.variables)
@@ -227,7 +229,7 @@ def test_forced_calls_are_what_the_template_writes(model: Model) -> None:
         assert not accepts(form(model.name, False), text(*PARALLEL))
 
 
-@every_model
+@every_fourth
 def test_strict_calls_are_what_the_template_writes(model: Model) -> None:
     """Behind content, too, which is not forced."""
     for several in (True, False):
