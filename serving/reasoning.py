@@ -32,12 +32,14 @@ class Thought:
         opens, closes: each of them does so.
         is_open: whether it has begun before the text; otherwise the text may begin with it.
         around: what may begin and end the answer behind it; None: nothing.
+        ends_before: texts that end it, too, and begin the answer.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_open: bool = False
     around: tuple[str, str] | None = None
+    ends_before: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class ReasoningFormat:
 
 
 _THINK: Final = ReasoningFormat(("<think>",), ("</think>",))
+_MINIMAX: Final = ReasoningFormat(("<mm:think>",), ("</mm:think>",))
 _SEED: Final = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
 _GRANITE: Final = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
@@ -107,13 +110,14 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek_v3": _THINK,
     "glm45": _THINK,
     "ernie45": _RESPONSE,
+    "minimax_m3": _MINIMAX,
     "seed_oss": _SEED,
     "granite": _GRANITE,
 }
 AnyFormat = ReasoningFormat | ChannelFormat
 _ALL: Final[Mapping[str, AnyFormat]] = {**FORMATS, "openai_gptoss": ChannelFormat()}
 # Where it is to be recognized, in this order.
-_TRIED: Final = ("openai_gptoss", "seed_oss", "granite", "ernie45", "qwen3")
+_TRIED: Final = ("openai_gptoss", "minimax_m3", "seed_oss", "granite", "ernie45", "qwen3")
 
 
 def reasoning_format(name: str, templates: Iterable[str]) -> AnyFormat | None:
@@ -197,7 +201,7 @@ def splitter(thought: Thought | Channels | None, functions: Collection[str] = ()
 class ReasoningSplitter:
     """Split generated text into reasoning and the answer, incrementally.
 
-    It loses nothing but the tags, space before an opening one, and ends of lines: those around the
+    It loses nothing but the tags, space before the first one, and ends of lines: those around the
     reasoning, up to two behind it, and those next to tags around the answer. A tag that is not
     where it may be is text.
 
@@ -297,15 +301,19 @@ class ReasoningSplitter:
         return Split(reasoning, content)
 
     def _open(self, final: bool) -> None:
-        """Drop an opening tag; go on with the answer where there is none."""
+        """Drop an opening tag; go on with the answer where there is none.
+
+        A closing tag says that nothing was thought, as MiniMax M3's does ahead of such an answer.
+        """
         assert self.thought is not None
         begun = self._pending.lstrip()
-        opens = self.thought.opens
-        found = next((tag for tag in opens if begun.startswith(tag)), None)
+        opens, closes = self.thought.opens, self.thought.closes
+        found = next((tag for tag in (*opens, *closes) if begun.startswith(tag)), None)
         if found is not None:
             self._pending = begun[len(found) :]
-            self._state, self._has_thought = "within", True
-        elif final or not any(tag.startswith(begun) for tag in opens):
+            self._has_thought = found in opens
+            self._state = "within" if self._has_thought else "behind"
+        elif final or not any(tag.startswith(begun) for tag in (*opens, *closes)):
             self._state = "answer"
 
     def _reason(self, final: bool) -> str:
@@ -313,16 +321,18 @@ class ReasoningSplitter:
         assert self.thought is not None
         if not self._has_text:
             self._pending = self._pending.lstrip("\n")
-        found = first_of(self._pending, self.thought.closes)
+        ends = (*self.thought.closes, *self.thought.ends_before)
+        found = first_of(self._pending, ends)
         if found is not None:
             start, tag = found
             text = self._pending[:start].rstrip("\n")
-            self._pending = self._pending[start + len(tag) :]
-            self._state = "behind"
+            closes = tag in self.thought.closes
+            self._pending = self._pending[start + len(tag) * closes :]
+            self._state = "behind" if closes else "answer"
         elif final:
             text, self._pending = self._pending, ""
         else:
-            held = longest_beginning(self._pending, self.thought.closes)
+            held = longest_beginning(self._pending, ends)
             text = self._pending[: len(self._pending) - held].rstrip("\n")
             self._pending = self._pending[len(text) :]
         self._has_text = self._has_text or bool(text)

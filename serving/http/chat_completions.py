@@ -247,7 +247,7 @@ class _Streamed:
 
 def _tool_call(service: Service, call: ParsedCall) -> dict[str, Any]:
     return {
-        "id": service.tools.format.new_id(),
+        "id": service.tools.format.id_of(call),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -88,6 +88,8 @@ class Turn:
             skip_special_tokens=params.skip_special_tokens,
             is_limited=chat.thinking_token_budget is None,
         )
+        if functions and params.structured_outputs is None:  # a form begins behind a closing tag
+            thinking = thinking.ending_before(service.tools.format.ends_thought)
         interval = chat.stream_interval or service.stream_interval
         job = Job([prompt], thinking.before(params), options, unique(name), interval)
         return cls(job, functions, thinking, adapter or service.model_name)

@@ -186,7 +186,7 @@ class Told:
     def _call(self, call: ParsedCall) -> Iterator[Event]:
         """Yield a call of a tool."""
         yield from self._close()
-        new_id = f"{CALL_ID}{self._service.tools.format.new_id()}"
+        new_id = f"{CALL_ID}{self._service.tools.format.id_of(call)}"
         yield from self._start({"type": "tool_use", "id": new_id, "name": call.name, "input": {}})
         yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         self._content[-1]["input"] = json.loads(call.arguments)

@@ -78,6 +78,12 @@ class Thinking:
             service.thinking_token_budget if is_limited else None,
         )
 
+    def ending_before(self, texts: tuple[str, ...]) -> Thinking:
+        """Return what is done where these texts, too, end a thought, and begin the answer."""
+        if not isinstance(self.thought, Thought):
+            return self
+        return replace(self, thought=replace(self.thought, ends_before=texts))
+
     def before(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that let reasoning come before the form they ask for, and bound it.
 

@@ -265,7 +265,7 @@ class Told:
         item = {
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
-            "call_id": self._service.tools.format.new_id(),
+            "call_id": self._service.tools.format.id_of(call),
             "name": call.name,
         }
         place = {"item_id": item["id"], "output_index": len(self._output)}

@@ -7,7 +7,7 @@ call of an offered function stays content.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onnxport.serving.http.tool_formats.base import Block, Functions, ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.cursor import (
@@ -67,6 +67,7 @@ class ToolCallParser:
     _space: str = field(default="", init=False)  # at the end of the content; not told yet
     _num_taken: int = field(default=0, init=False)  # characters before the pending text
     _content_end: int = field(default=0, init=False)  # behind the last one that is not in _space
+    _ids: set[str] = field(default_factory=set, init=False)  # that the model gave to calls
     _awaited: Awaited | None = field(default=None, init=False)  # before a block can be read
 
     def feed(self, text: str) -> Parsed:
@@ -112,7 +113,7 @@ class ToolCallParser:
                 parts.append(self._drop(start))
                 self._space = ""  # before a call
                 self._skip(block.end - start)
-                parts += [(call, self._num_taken) for call in block.calls]
+                parts += [(self._with_own_id(call), self._num_taken) for call in block.calls]
                 self._found = self._begun = self._behind = True
                 continue
             num_tried += final
@@ -123,6 +124,14 @@ class ToolCallParser:
             parts.append((self._space, self._num_taken))
         told = [(part, end) for part, end in parts if part]
         return Parsed(tuple(part for part, _ in told), tuple(end for _, end in told))
+
+    def _with_own_id(self, call: ParsedCall) -> ParsedCall:
+        """Return a call without the id that the model gave it, if an earlier one has the same."""
+        if call.id is None:
+            return call
+        is_new = call.id not in self._ids
+        self._ids.add(call.id)
+        return call if is_new else replace(call, id=None)
 
     def _opening(self) -> int:
         """Return where the next block may begin; -1: nowhere yet."""

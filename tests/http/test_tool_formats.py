@@ -27,6 +27,7 @@ from onnxport.serving.http.tool_formats.solar import SOLAR
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
 
 from . import tool_texts_2
+from .section_cases import FOUND as IN_SECTIONS
 
 FUNCTIONS = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "t": {"type": "string"}}},
@@ -208,6 +209,8 @@ FOUND: list[Case] = [
     ),
     (QWEN3_CODER, CODER_ADD, "", [ADD]),
     (QWEN3_CODER, f"<tool_call>\n{J_ADD}\n</tool_call>", "", [ADD]),
+    (QWEN3_CODER, f"So.\n{CODER_ADD[12:]}\n{CODER_ADD}", "So.", [ADD, ADD]),  # no first tag
+    (QWEN3_CODER, CODER_ADD[12:-12], "", [ADD]),
 ]
 
 NO_CALLS: list[tuple[ToolFormat, str]] = [
@@ -348,9 +351,11 @@ def test_a_whole_call_counts_however_far_its_closing_tag_got(
     for end in range(text.rindex("</") - 1, len(text)):
         expected = (text[:end], []) if is_needed else ("", [ADD])
         assert parse(syntax, text[:end]) == parse(syntax, *text[:end]) == expected
+    whole = text[: text.rindex("</")]
     for behind in ("</tool_x", "x"):
-        cut = text[: text.rindex("</")] + behind
-        assert parse(syntax, cut) == (cut, [])
+        has_end = whole.endswith("</function>\n")
+        expected = (f"\n{behind}", [ADD]) if has_end else (whole + behind, [])
+        assert parse(syntax, whole + behind) == parse(syntax, *whole, *behind) == expected
 
 
 @pytest.mark.parametrize(
@@ -475,7 +480,7 @@ def test_what_opens_many_blocks_and_ends_none_is_content_soon() -> None:
 
 def _pieces(syntax: ToolFormat) -> list[str]:
     """Return what texts are made of that are nearly calls of a format."""
-    whole = [text for each, text, *_ in FOUND if each.name == syntax.name]
+    whole = [text for each, text, *_ in (*FOUND, *IN_SECTIONS) if each.name == syntax.name]
     parts = [text[: len(text) // 2] for text in whole] + [text[len(text) // 2 :] for text in whole]
     return [
         *whole,

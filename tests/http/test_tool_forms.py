@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import AddedToken
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_calls import ToolCallParser
-from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.base import BREAK, ID, TaggedCall, ToolFormat
 from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.functionary import FUNCTIONARY_MESSAGE
 from onnxport.serving.http.tool_formats.glm4 import GLM4
@@ -100,20 +101,13 @@ def literal(syntax: ToolFormat, value: Any, is_call: bool = False) -> str:
 def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -> str:
     """Return calls as a model writes them in a format."""
     how = syntax.written
-    tagged = syntax.tagged and syntax.tagged(name, {"type": "object"})
     told = [
         tagged.before
-        + "".join(
-            tagged.arguments[0].before
-            + key
-            + tagged.arguments[0].between
-            + (value if isinstance(value, str) else json.dumps(value))
-            + tagged.arguments[0].after
-            for key, value in each.items()
-        )
+        + "".join(one.before + "1" + one.after for one in tagged.arguments if one.name == "")
+        + "".join(_argument(tagged, key, value) for key, value in each.items())
         + tagged.behind
         for each in arguments
-        if tagged
+        if (tagged := _tagged(syntax, name, each))
     ] or [
         (syntax.literals or how)
         .call.replace(
@@ -125,7 +119,55 @@ def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -
         for each in arguments
     ]
     blocks = told if how.between_calls is None else [how.between_calls.join(told)]
-    return (how.between_blocks or "").join(how.opening + each + how.closing for each in blocks)
+    return spelled(
+        (how.between_blocks or "").join(how.opening + each + how.closing for each in blocks)
+    )
+
+
+def _tagged(syntax: ToolFormat, name: str, arguments: dict[str, Any]) -> TaggedCall | None:
+    """Return how a call is written in tags, with any arguments, or with these where that cannot be.
+
+    A function that is not strict has any.
+    """
+    found = syntax.tagged and syntax.tagged(name, {"type": "object"})
+    if found or not syntax.tagged or name == "loose":
+        return found or None
+    schemas = {
+        key: {"type": "string" if isinstance(value, str) else "integer"}
+        for key, value in arguments.items()
+    }
+    return syntax.tagged(name, {"type": "object", "properties": schemas})
+
+
+def _argument(tagged: TaggedCall, key: str, value: Any) -> str:
+    """Return an argument in its tags, which may say whether it is text."""
+    tags = next(each for each in tagged.arguments if each.name in (None, key))
+    is_text = isinstance(value, str)
+    ways = [tags]
+    while (way := ways[-1].other) is not None:
+        ways.append(way)
+    if len(ways) > 1:  # it says whether it is text, or a type
+        fit = (way for way in ways if _may_be(value, way.value))
+        tags = next(fit, ways[0])
+    return tags.before + key + tags.between + (value if is_text else json.dumps(value)) + tags.after
+
+
+def _may_be(value: Any, written: Any) -> bool:
+    """Whether a value is one that an argument may have in one of its ways."""
+    if isinstance(value, str):
+        return not isinstance(written, Mapping)
+    kinds = (None, "integer", "number")
+    return isinstance(written, Mapping) and written.get("type") in kinds
+
+
+def spelled(text: str) -> str:
+    """Return a text of a format as models write it."""
+    return text.replace(BREAK, "\n").replace(ID, "0")
+
+
+def has_several(syntax: ToolFormat) -> bool:
+    """Whether a text may have several calls."""
+    return syntax.written.between_calls is not None or syntax.written.between_blocks is not None
 
 
 GOOD, BAD = {"a": 1, "kind": "x"}, {"a": "one", "kind": "x"}
@@ -158,7 +200,8 @@ def test_forced_calls_in_special_tokens(syntax: ToolFormat) -> None:
     # One of the functions has a name that Python has not, so calls of all are written in JSON.
     python = syntax.literals is not None and syntax.literals.is_python
     plain = replace(syntax, literals=None) if python else syntax
-    assert accepts(syntax, several, written(plain, GOOD, GOOD))
+    assert accepts(syntax, several, written(plain, GOOD))
+    assert accepts(syntax, several, written(plain, GOOD, GOOD)) == has_several(syntax)
     for form, text in (
         (one, written(syntax, GOOD, GOOD)),
         (one, written(syntax, {"text": "a"}, name=FIND["function"]["name"])),
@@ -203,7 +246,7 @@ def test_calls_or_an_answer_of_a_form(
     call, loose = written(syntax, GOOD), written(syntax, {"b": "1"}, name="loose")
     for text in ('{"name": "Bob", "x": 1}', '{"name":"add","x":1}', call, loose):
         assert allowed(text), text
-    if syntax.written.between_calls is not None or syntax.written.between_blocks is not None:
+    if has_several(syntax):
         assert allowed(written(syntax, GOOD, GOOD))
         assert not allowed(written(syntax, GOOD, GOOD), several=False)
     for text in ("", "text", f"text {call}", f'{call} {{"name": "Bob", "x": 1}}', "[1]"):
@@ -241,7 +284,8 @@ def test_strict_calls_where_the_model_may_call(syntax: ToolFormat, in_tokens: bo
     assert allowed("")
     assert allowed("no call [1] {2} here")
     assert allowed(written(syntax, GOOD))
-    assert allowed(f"{written(syntax, GOOD, GOOD)} after")
+    assert allowed(written(syntax, GOOD, GOOD))
+    assert allowed(f"{written(syntax, GOOD)} after")
     assert allowed(written(syntax, {"b": "1"}, name="loose"))
     assert not allowed(written(syntax, BAD))
     # Where nothing but a name opens a call, that of another function is text like any other.
@@ -346,7 +390,8 @@ def test_arguments_in_tags(
     "schema",
     [
         {"type": "string", "maxLength": 3},
-        {"type": ["string", "null"]},
+        {"type": ["string", "integer"]},
+        {"anyOf": [{"type": "string"}, {"type": "null"}, {"type": "array"}]},
         {"enum": ["1", "x"]},
         {"type": "string", "enum": ["<"]},
         {"$ref": "#/$defs/one"},
@@ -362,7 +407,7 @@ def test_what_tags_cannot_hold_is_written_in_json(
     form = compiled(calls([{"type": "function", "function": function}], syntax, several=False))
     value = schema.get("enum", ["x"])[0]
     told = json.dumps({"name": "f", "arguments": {"a": value}})
-    text = f"{syntax.written.opening}{told}{syntax.written.closing}"
+    text = spelled(f"{syntax.written.opening}{told}{syntax.written.closing}")
     assert accepts_text(form, text)
     assert not accepts_text(form, written(syntax, {"a": value}, name="f"))
     [call] = ToolCallParser({"f": parameters}, syntax).take(text, is_last=True).calls

@@ -59,4 +59,8 @@ SEED_OSS = f"""{_TOOLS}<seed:tool_call>
 </seed:tool_call>{_TURNS}"""
 QWEN3_CODER = SEED_OSS.replace("seed:", "")
 GEMMA4 = f"""{_TOOLS}{{{{ '<|tool_call>call:name{{a:<|"|>x<|"|>}}<tool_call|>' }}}}{_TURNS}"""
+KIMI_K2 = f"""{_TOOLS}{{% for m in messages %}}{{% for call in m.tool_calls or [] %}}
+{{{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}}}
+{{{{- call.function.arguments | tojson + '<|tool_call_end|>' }}}}{{% endfor %}}
+{{{{- '## Return of ' + m.tool_call_id if m.role == 'tool' else m.content }}}}{{% endfor %}}"""
 NO_TOOLS = _TURNS

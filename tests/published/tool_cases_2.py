@@ -111,7 +111,6 @@ class Case:
         before: what an answer without a thought begins with.
         left_out: names of arguments whose types or values the template cannot tell.
         escapes: whether it writes texts so that they can be told from what is around them.
-        in_python: whether it writes true, false and null as Python does.
         variables: that it needs.
     """
 
@@ -126,7 +125,6 @@ class Case:
     before: str = ""
     left_out: tuple[str, ...] = ()
     escapes: bool = True
-    in_python: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -233,7 +231,6 @@ CASES = [
         IM_START,
         ("\n<|im_end|>",),
         before="<think></think>",
-        in_python=True,
         closes="</think>\n",
     ),
     Case("mistralai-Mistral-Nemo-Instruct-2407", MISTRAL_LIST, "[/INST]", keeps=None),

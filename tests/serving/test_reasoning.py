@@ -56,6 +56,8 @@ def split(thought: Thought | None, text: str) -> tuple[str, str]:
         (FREE, " <thi", "", " <thi"),
         (FREE, "", "", ""),
         (FREE, "<think>\n\n</think>\n\nyes", "", "yes"),
+        (FREE, " </think>\nyes</think>", "", "yes</think>"),  # nothing was thought
+        (FREE, "</think>", "", ""),
         (OPEN, "hm\n</think>\n\nyes", "hm", "yes"),  # the prompt has opened it
         (OPEN, "\n\na\n\nb\n</think>\n\n\nyes", "a\n\nb", "\nyes"),
         (OPEN, "a</think>b</think>\n", "a", "b</think>\n"),
@@ -88,8 +90,31 @@ def test_any_pieces_give_the_same(thought: Thought, words: list[str], data: st.D
     assert "".join(each.content for each in found) == content
     ((_, place, _),) = splitter.stretches
     assert text[place:] == content
-    before, behind = r"(\s*<think>)?\n*", r"(\n*</think>\n{0,2})?"  # all that is not told
+    before, behind = r"(\s*<think>)?\n*", r"(\s*</think>\n{0,2})?"  # all that is not told
     assert re.fullmatch(before + re.escape(reasoning) + behind + re.escape(content), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("hm\n<call>f</call>", "hm", "<call>f</call>"),
+        ("<call>f</think>", "", "<call>f</think>"),
+        ("hm</think>a<call>", "hm", "a<call>"),
+        ("hm <cal", "hm <cal", ""),
+        ("hm <calls</think>a", "hm <calls", "a"),
+    ],
+)
+def test_a_thought_ends_before_a_call_if_that_is_said(
+    text: str, reasoning: str, content: str
+) -> None:
+    thought = replace(OPEN, ends_before=("<call>",))
+    assert split(thought, text) == (reasoning, content)
+    splitter = ReasoningSplitter(thought)
+    found = [*map(splitter.feed, text), splitter.finish()]
+    assert "".join(each.reasoning for each in found) == reasoning
+    assert "".join(each.content for each in found) == content
+    ((_, place, _),) = splitter.stretches
+    assert text[place:] == content
 
 
 def test_text_comes_as_early_as_it_is_certain() -> None:
@@ -168,6 +193,7 @@ def test_deepseek_r1_thinks_always() -> None:
     ("name", "template", "found"),
     [
         ("auto", "{{ m.content.split('</think>')[-1] }}", THINK),
+        ("auto", "<mm:think> {{ '<think>' }}", FORMATS["minimax_m3"]),
         ("auto", "<seed:think> {{ '<think>' }}", FORMATS["seed_oss"]),
         ("auto", "between <think></think>, between <response></response>", FORMATS["ernie45"]),
         ("auto", "write after 'Here is my response:'", FORMATS["granite"]),

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 # Places in `Written.call`.
 NAME, QUOTED, ID, ARGUMENTS = "{name}", "{quoted}", "{id}", "{arguments}"
+BREAK = "{break}"  # the end of a line that models may leave out, in any text of `Written`
 JSON_CALL = f'{{"name": {QUOTED}, "arguments": {ARGUMENTS}}}'
 
 Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
@@ -20,6 +21,7 @@ class ParsedCall:
 
     name: str
     arguments: str  # JSON text
+    id: str | None = None  # that the model gave it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +86,41 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Matched:
+    """A value that is any text of a regular expression."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """A value that is written in tags itself, one after the other."""
+
+    tagged: tuple[Tagged, ...]
+
+
+Value = Mapping[str, Any] | tuple[str, ...] | Matched | Nested | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tagged:
     """How an argument is written that stands in tags: `before`, name, `between`, value, `after`.
 
     Attributes:
         name: None: any.
-        value: the JSON schema of a value in JSON; or texts, of which it is one; None: any text.
+        value: the JSON schema of a value in JSON; or texts, of which it is one; or what these are
+            made of; None: any text.
         times: "" for once, or "?" or "*".
+        other: another way to write it, which the model may choose.
     """
 
     before: str
     between: str
     after: str
     name: str | None = None
-    value: Mapping[str, Any] | tuple[str, ...] | None = None
+    value: Value = None
     times: str = ""
+    other: Tagged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +188,8 @@ class ToolFormat:
         literals: how arguments are written, where they are no JSON; where parameters ask for more
             than that can say, `written` says how.
         new_id: makes the id of a call, which the template may ask something of.
+        ends_thought: texts before calls that end a thought which was not closed: none speaks of
+            them.
     """
 
     name: str
@@ -181,6 +205,11 @@ class ToolFormat:
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     literals: Literals | None = None
     new_id: Callable[[], str] = long_id
+    ends_thought: tuple[str, ...] = ()
+
+    def id_of(self, call: ParsedCall) -> str:
+        """Return the id of a call: the model's own, or a new one."""
+        return call.id or self.new_id()
 
     @property
     def has_channels(self) -> bool:

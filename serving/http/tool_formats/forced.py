@@ -11,11 +11,15 @@ from typing import Any
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
+    BREAK,
     ID,
     NAME,
     QUOTED,
+    Matched,
+    Nested,
     Tagged,
     ToolFormat,
+    Value,
 )
 from onnxport.serving.http.tool_formats.literal_rules import LiteralRules, NotSaidError, is_name
 from onnxport.serving.structured.prepared import prepared, tell
@@ -178,12 +182,9 @@ class _Writer:
             ways = (self._written.call, *self._written.other_calls)
             call = " | ".join(self._call(way, name, f"arguments_{index}") for way in ways)
             return [f"call_{index}: {call}", f"arguments_{index}: %json {compact(parameters)}"]
-        told = [f"argument_{index}_{at}{each.times}" for at, each in enumerate(tagged.arguments)]
-        call = _joined(self._spelled(tagged.before), *told, self._spelled(tagged.behind))
-        rules = [f"call_{index}: {call}"]
-        for at, each in enumerate(tagged.arguments):
-            rules += self._argument(f"{index}_{at}", each)
-        return rules
+        arguments, rules = self._arguments(f"{index}", tagged.arguments)
+        call = _joined(self._spelled(tagged.before), arguments, self._spelled(tagged.behind))
+        return [f"call_{index}: {call}", *rules]
 
     def _literal(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
         """Return the rules of a call whose arguments are no JSON.
@@ -225,23 +226,48 @@ class _Writer:
             "additionalProperties": False,
         }
 
-    def _argument(self, place: str, argument: Tagged) -> list[str]:
-        """Return the rules of an argument in its tags."""
-        name = "/[^<>\\s]+/" if argument.name is None else _text(argument.name)
+    def _arguments(self, place: str, tagged: Sequence[Tagged]) -> tuple[str, list[str]]:
+        """Return arguments in their tags, one after the other, and the rules they are made of."""
+        names = [f"argument_{place}_{at}" for at in range(len(tagged))]
+        told = [f"{name}{each.times}" for name, each in zip(names, tagged, strict=True)]
+        rules: list[str] = []
+        for at, (name, each) in enumerate(zip(names, tagged, strict=True)):
+            ways: list[str] = []
+            way: Tagged | None = each
+            while way is not None:
+                written, more = self._argument(f"{place}_{at}_{len(ways)}", way)
+                ways.append(written)
+                rules += more
+                way = way.other
+            rules.append(f"{name}: {' | '.join(ways)}")
+        return _joined(*told), rules
+
+    def _argument(self, place: str, argument: Tagged) -> tuple[str, list[str]]:
+        """Return an argument in its tags, written in one way, and the rules it is made of."""
+        name = '/[^<>"\\s]+/' if argument.name is None else _text(argument.name)
         opening = _joined(self._spelled(argument.before), name, self._spelled(argument.between))
-        value, rule = f"value_{place}", ""
-        closing = self._spelled(argument.after)
-        if isinstance(argument.value, Mapping):
-            rule = f"{value}: %json {compact(argument.value)}"
-        elif argument.value is not None:
-            rule = f"{value}: {' | '.join(map(_text, argument.value))}"
-        else:
+        closing = argument.after
+        value, rules = self._value(f"value_{place}", argument.value)
+        if argument.value is None:
             first, *_ = self._atoms(argument.after)
-            rule = f"{value}: /{ANY_TEXT}/"
+            value, rules = f"value_{place}", [f"value_{place}: /{ANY_TEXT}/"]
             if isinstance(first, str):
-                rule = f"{value}[lazy]: /{ANY_TEXT}{_pattern(first)}/"
-                closing = self._spelled(argument.after[len(first) :])
-        return [f"argument_{place}: {_joined(opening, value, closing)}", rule]
+                rules = [f"value_{place}[lazy]: /{ANY_TEXT}{_pattern(first)}/"]
+                closing = argument.after[len(first) :]
+        return _joined(opening, value, self._spelled(closing)), rules
+
+    def _value(self, rule: str, value: Value) -> tuple[str, list[str]]:
+        """Return a value that is not any text, and the rules it is made of."""
+        match value:
+            case None:
+                return "", []
+            case Nested(tagged):
+                return self._arguments(rule, tagged)
+            case Matched(pattern):
+                return f"{rule}?", [f"{rule}: /({pattern})+/"]
+            case tuple():
+                return rule, [f"{rule}: {' | '.join(map(_text, value))}"]
+        return rule, [f"{rule}: %json {compact(value)}"]
 
     def _call(self, way: str, name: str, arguments: str) -> str:
         """Return a call of a function, written in one way; arguments follow another rule."""
@@ -338,21 +364,15 @@ class _Writer:
         return f"call ({_joined(self._spelled(between), 'call')})*"
 
     def _atoms(self, text: str) -> Iterator[str | int]:
-        """Yield the texts and the special tokens that a text of the format is made of."""
-        if not self._special:
-            yield from filter(None, [text])
-            return
-        found = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        """Yield the texts, special tokens and places of BREAK that a text of the format is of."""
+        found = "|".join(map(re.escape, [BREAK, *sorted(self._special, key=len, reverse=True)]))
         for part in re.split(f"({found})", text):
             if part:
                 yield self._special.get(part, part)
 
     def _spelled(self, text: str) -> str:
         """Return a text of the format as a grammar has it."""
-        told = [
-            _text(part) if isinstance(part, str) else f"<[{part}]>" for part in self._atoms(text)
-        ]
-        return _joined(*told)
+        return _joined(*map(_atom, self._atoms(text)))
 
 
 def _moved(schema: Mapping[str, Any], to: str) -> dict[str, Any]:
@@ -365,6 +385,13 @@ def _moved(schema: Mapping[str, Any], to: str) -> dict[str, Any]:
             if "$ref" in one:
                 one["$ref"] = to + one["$ref"].removeprefix("#")
     return moved
+
+
+def _atom(atom: str | int) -> str:
+    """Return a text, a special token or a place of BREAK as a grammar has it."""
+    if isinstance(atom, int):
+        return f"<[{atom}]>"
+    return '("\\n")?' if atom == BREAK else _text(atom)
 
 
 def _joined(*parts: str) -> str:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from onnxport.serving.http.tool_formats.base import Block, Functions, ToolFormat, Written
+from onnxport.serving.http.tool_formats.base import (
+    BREAK,
+    Block,
+    Functions,
+    ToolFormat,
+    Written,
+)
 from onnxport.serving.http.tool_formats.cursor import (
     AwaitedTag,
     Cursor,
@@ -74,6 +80,6 @@ HERMES = ToolFormat(
     markers=(OPEN,),
     further=(CLOSE,),
     read=read,
-    written=Written(f"{OPEN}\n", f"\n{CLOSE}", between_blocks="\n"),
+    written=Written(f"{OPEN}{BREAK}", f"{BREAK}{CLOSE}", between_blocks=BREAK),
     recognizes=lambda template: CLOSE in template,
 )

@@ -6,16 +6,28 @@ from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.apertus import APERTUS
 from onnxport.serving.http.tool_formats.base import ToolFormat
 from onnxport.serving.http.tool_formats.cohere import COHERE3, COHERE4, COHERE_FENCE
+from onnxport.serving.http.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from onnxport.serving.http.tool_formats.functionary import FUNCTIONARY_MESSAGE, FUNCTIONARY_TAG
 from onnxport.serving.http.tool_formats.gemma import FUNCTION_GEMMA, GEMMA4
+from onnxport.serving.http.tool_formats.gigachat3 import GIGACHAT3, GIGACHAT31
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
 from onnxport.serving.http.tool_formats.hy3 import HY3
+from onnxport.serving.http.tool_formats.invoke_calls import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    MINICPM5,
+    MINIMAX_M2,
+)
+from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
+from onnxport.serving.http.tool_formats.kimi_k3 import KIMI_K3
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
+from onnxport.serving.http.tool_formats.minimax import MINIMAX
+from onnxport.serving.http.tool_formats.minimax_m3 import MINIMAX_M3
 from onnxport.serving.http.tool_formats.mistral import (
     MISTRAL_ID,
     MISTRAL_LIST,
@@ -49,6 +61,18 @@ FORMATS: tuple[ToolFormat, ...] = (
     MISTRAL_NAME,
     MISTRAL_SPACED,
     MISTRAL_LIST,
+    DEEPSEEK_V32,
+    DEEPSEEK_V4,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI_K2,
+    KIMI_K3,
+    MINIMAX_M3,
+    MINIMAX_M2,
+    MINIMAX,
+    MINICPM5,
+    GIGACHAT31,
+    GIGACHAT3,
     SEED_OSS,
     GLM45,
     QWEN3_CODER,

@@ -17,11 +17,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from onnxport.serving.http.tool_formats.base import (
+    BREAK,
     Block,
     Functions,
     Tagged,
@@ -31,15 +32,16 @@ from onnxport.serving.http.tool_formats.base import (
 )
 from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete, json_value
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
+from onnxport.serving.http.tool_formats.sections import ends_behind
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 _TAG: Final = re.compile(r"</?\w+>")
 _FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
 TEXT: Final = {"string"}
 MOST_REFERRED: Final = 8  # schemas, each of which refers to the next one
-_IN_JSON: Final = ("integer", "number", "boolean", "object", "array", "null")
-
-
+TEXT_SCHEMA: Final = {"type": "string"}
+_IN_PYTHON: Final = {"boolean": ("True", "False"), "null": ("None",)}
+_ANY_TEXT: Final = {"string", "number", "boolean", "null"}  # each of them, with nothing else asked
 _NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
     str: ("string",),
     bool: ("boolean",),
@@ -62,6 +64,7 @@ class Tags:
         value: around its value; the first may be empty.
         end: of the function; empty: that of the block is.
         own_lines: whether a value stands on lines of its own.
+        is_python: whether the template writes values as Python does.
     """
 
     block: tuple[str, str]
@@ -70,20 +73,25 @@ class Tags:
     value: tuple[str, str]
     end: str = ""
     own_lines: bool = False
+    is_python: bool = False
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that begins at `start`; see `Reader`.
 
-        Its closing tag may be missing, or cut, at the end of all, where the call itself is whole.
+        Its closing tag may be missing, or cut, where the call itself is whole: where nothing else
+        ends that, at the end of all alone. A call that has an end of its own needs no opening tag.
         """
         opening, closing = self.block
-        cursor = Cursor(text, start + len(opening), final)
+        cursor = Cursor(text, start, final)
+        is_bare = cursor.take(*self.openings) != opening
         none = Block(cursor.at)
+        cursor.at = start if is_bare else cursor.at
         cursor.skip_space()
         is_json = cursor.next() == "{"
         name = None if is_json else self._name(cursor, functions)
         if name is None and not is_json:
             return none
+        closing = (name and self.end) or closing
         if not final and text.find(closing, cursor.at) < 0:
             raise Incomplete(AwaitedTag(closing, text[cursor.at :]))
         try:
@@ -91,13 +99,16 @@ class Tags:
                 found = call_of(cursor.json(), functions)
             else:
                 found = call(name, self._arguments(cursor, functions[name]), functions)
-            cursor.skip_space()
-            is_closed = cursor.take(closing) is not None
-            if final and not is_closed and closing.startswith(text[cursor.at :]):
-                cursor.at, is_closed = len(text), True
-            return Block(cursor.at, (found,)) if found and is_closed else none
         except Incomplete:  # the tag that came is within a value
             raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
+        end = ends_behind(text, cursor.at, final, [self.block[1]])
+        is_closed = end > cursor.at or (final and not text[cursor.at :].strip())
+        return Block(end, (found,)) if found and (is_closed or closing == self.end) else none
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What a block may begin with."""
+        return (self.block[0], self.name[0]) if self.end else (self.block[0],)
 
     def written(self, name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
         """Return how a call of a function is written; None: parameters ask for more than tags can.
@@ -105,24 +116,21 @@ class Tags:
         They can hold properties that are there or not, in their order, each in JSON, of some texts,
         or any text.
         """
-        if not parameters.keys() <= _FLAT:
+        arguments = arguments_of(parameters, self._argument)
+        if arguments is None:
             return None
-        properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
-        additional = parameters.get("additionalProperties", True)
         before, behind = self.name
-        lines = "\n" if self.own_lines else ""
-        between = self.key[1] + (f"\n{self.value[0]}" if self.value[0] else lines)
-        tags = Tagged(self.key[0], between, f"{lines}{self.value[1]}\n")
-        arguments = [] if properties or additional is False else [replace(tags, times="*")]
-        for key, schema in properties.items():
-            value = _written_value(schema)
-            if value == () or re.search(r"[<>\s]", key):
-                return None
-            times = "" if key in required else "?"
-            arguments.append(replace(tags, name=key, value=value, times=times))
-        if not isinstance(additional, bool) or not set(required) <= properties.keys():
+        return TaggedCall(f"{before}{name}{behind}{BREAK}", arguments, f"{BREAK}{self.end}")
+
+    def _argument(self, name: str | None, schema: Any) -> Tagged | None:
+        """Return how an argument is written; see `arguments_of`."""
+        value = written_value(schema)
+        if value == ():
             return None
-        return TaggedCall(f"{before}{name}{behind}\n", tuple(arguments), self.end)
+        line = "\n" if self.own_lines else ""
+        between = self.key[1] + (f"{BREAK}{self.value[0]}" if self.value[0] else line)
+        tags = Tagged(self.key[0], between, f"{line}{self.value[1]}{BREAK}", name, value)
+        return replace(tags, other=in_python(tags, schema)) if self.is_python else tags
 
     def _name(self, cursor: Cursor, functions: Functions) -> str | None:
         """Go past the name of an offered function; None: it is none."""
@@ -159,20 +167,72 @@ class Tags:
             found[key] = value_of(value, types)
 
     def _text(self, cursor: Cursor, types: set[str]) -> str | None:
-        """Go past a value and its closing tag, and return it; a tag in a text of JSON is none."""
-        start = cursor.at
-        cursor.skip_space()
-        begin = cursor.at
-        if types != TEXT and cursor.json() is not None:
-            value = cursor.since(begin)
-            cursor.skip_space()
-            if cursor.take(self.value[1]):
-                return value
-        cursor.at = start
-        text = cursor.until(self.value[1])
+        """Go past a value and its closing tag, and return it."""
+        text = text_before(cursor, self.value[1], types)
         if text is None or not self.own_lines:
             return text
         return text.removeprefix("\n").removesuffix("\n")
+
+
+def text_before(cursor: Cursor, closing: str, types: set[str]) -> str | None:
+    """Go past a value and its closing tag, and return it; a tag in a text of JSON is none.
+
+    Args:
+        cursor: at the value.
+        closing: its tag.
+        types: that the value may have; see `types_of`.
+
+    Returns:
+        None: it is not closed.
+    """
+    start = cursor.at
+    cursor.skip_space()
+    begin = cursor.at
+    if types != TEXT and cursor.json() is not None:
+        value = cursor.since(begin)
+        cursor.skip_space()
+        if cursor.take(closing):
+            return value
+    cursor.at = start
+    return cursor.until(closing)
+
+
+def arguments_of(
+    parameters: Mapping[str, Any], argument: Callable[[str | None, Any], Tagged | None]
+) -> tuple[Tagged, ...] | None:
+    """Return how arguments are written in tags; None: parameters ask for more than tags can.
+
+    They can hold properties that are there or not, in their order.
+
+    Args:
+        parameters: the schema of the arguments.
+        argument: returns how one of some name and schema is written; None: it cannot be. The name
+            may be any, which is None, and is a text then.
+    """
+    if not parameters.keys() <= _FLAT:
+        return None
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+    additional = parameters.get("additionalProperties", True)
+    if not isinstance(additional, bool) or not set(required) <= properties.keys():
+        return None
+    if not properties and additional:
+        written = argument(None, TEXT_SCHEMA)
+        return None if written is None else (replace(written, times="*"),)
+    found: list[Tagged] = []
+    for key, schema in properties.items():
+        written = argument(key, schema)
+        if written is None or re.search(r"[<>\"\s]", key):
+            return None
+        found.append(replace(written, times="" if key in required else "?"))
+    return tuple(found)
+
+
+def in_python(written: Tagged, schema: Any) -> Tagged | None:
+    """Return an argument as Python writes its value; None: that is as it is written already."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    told = _IN_PYTHON.get(kind) if isinstance(kind, str) else None
+    is_plain = told is not None and set(schema) <= {"type", *ANNOTATIONS}
+    return replace(written, value=told) if is_plain else None
 
 
 def value_of(text: str, types: set[str]) -> Any:
@@ -213,18 +273,18 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     Returns:
         None of them: all may be.
     """
-    schema = _referred(schema, root)
+    schema = referred(schema, root)
     named = _named_types(schema)
     if named or not isinstance(schema, Mapping):
         return named
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(among := schema.get(key), list):
-            types = [_named_types(_referred(each, root)) for each in among]
+            types = [_named_types(referred(each, root)) for each in among]
             return set().union(*types) if all(types) else set()
     return set()
 
 
-def _referred(schema: Any, root: Mapping[str, Any]) -> Any:
+def referred(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return the schema that another one refers to, or that itself; None: there is none."""
     for _ in range(MOST_REFERRED):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
@@ -251,25 +311,33 @@ def _named_types(schema: Any) -> set[str]:
     return {name for each in values for name in _NAMES.get(type(each), ())[:1]}
 
 
-def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
+def written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
     """Return what a value may be, as `Tagged` has it; no texts at all: that cannot be said."""
     if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
         return ()
-    asked = set(schema) - set(ANNOTATIONS)
-    types = schema.get("type")
-    named = set(types) if isinstance(types, list) else {types}
-    if named <= set(_IN_JSON):
+    types = types_of(schema, {})
+    if types and "string" not in types:
         return schema
-    if asked == {"type"} and "string" in named:
+    if _may_be_any_text(schema):
         return None
-    alternatives = schema.get("anyOf", schema.get("oneOf"))
-    if asked in ({"anyOf"}, {"oneOf"}) and any(_written_value(one) is None for one in alternatives):
-        return None
+    asked = set(schema) - set(ANNOTATIONS)
     if asked <= {"type", "enum", "const"}:
         texts = (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ()))
         if len(asked & {"enum", "const"}) == 1 and all(_is_kept(each, schema) for each in texts):
             return texts
     return ()
+
+
+def _may_be_any_text(schema: Mapping[str, Any]) -> bool:
+    """Whether any text fits a schema: it is a string, or what `value_of` else makes of it."""
+    asked = set(schema) - set(ANNOTATIONS)
+    among = schema[asked.pop()] if len(asked) == 1 and asked <= {"anyOf", "oneOf"} else [schema]
+    types: set[str] = set()
+    for each in among:
+        if not isinstance(each, Mapping) or set(each) - {"type", *ANNOTATIONS}:
+            return False
+        types |= _named_types(each)
+    return "string" in types and types <= _ANY_TEXT
 
 
 def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -285,13 +353,16 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
     opening, closing = tags.block
     return ToolFormat(
         name,
-        markers=(opening,),
-        further=(closing, *(one for one in (*tags.key, *tags.value) if _TAG.fullmatch(one))),
+        markers=tags.openings,
+        further=(
+            closing,
+            *(one for one in (tags.end, *tags.key, *tags.value) if _TAG.fullmatch(one)),
+        ),
         read=tags,
         written=Written(
-            opening + ("\n" if tags.end else ""),
-            ("\n" if tags.end else "") + closing,
-            between_blocks="\n",
+            opening + (BREAK if tags.end else ""),
+            (BREAK if tags.end else "") + closing,
+            between_blocks=BREAK,
         ),
         tagged=tags.written,
         recognizes=lambda template: sign in template,
@@ -309,11 +380,19 @@ GLM45 = _xml(
 )
 SEED_OSS = _xml(
     "seed_oss",
-    Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>"),
+    Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", is_python=True),
     SEED_CALL[0],
 )
 QWEN3_CODER = _xml(
     "qwen3_coder",
-    Tags(TOOL_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", own_lines=True),
+    Tags(
+        TOOL_CALL,
+        FUNCTION,
+        PARAMETER,
+        ("", "</parameter>"),
+        "</function>",
+        own_lines=True,
+        is_python=True,
+    ),
     "<function=",
 )

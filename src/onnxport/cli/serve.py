@@ -162,10 +162,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default="auto",
         metavar="FORMAT",
         help="how the model writes tool calls: apertus, cohere_command3, cohere_command4, "
-        "cohere_command_r, functionary_v3_1, functionary_v3_2, functiongemma, gemma4, glm4, glm45, "
-        "granite, hermes, hunyuan_a13b, hy_v3, lfm2, llama3_json, mistral, nemotron_json, openai, "
-        "phi4_mini_json, pythonic, qwen3_coder, seed_oss, solar_open or xlam (auto: as its chat "
-        "template says)",
+        "cohere_command_r, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, "
+        "functionary_v3_1, functionary_v3_2, functiongemma, gemma4, gigachat3, glm4, glm45, "
+        "granite, hermes, hunyuan_a13b, hy_v3, kimi_k2, kimi_k3, lfm2, llama3_json, minicpm5, "
+        "minimax, minimax_m2, minimax_m3, mistral, nemotron_json, openai, phi4_mini_json, "
+        "pythonic, qwen3_coder, seed_oss, solar_open or xlam (auto: as its chat template says)",
     )
     group.add_argument(
         "--infill-tokens",

@@ -1,0 +1,252 @@
+"""Calls in tags whose attributes are the names: DeepSeek V3.2 and V4, MiniMax M2, MiniCPM5.
+
+    <minimax:tool_call>                            <｜DSML｜function_calls>
+    <invoke name="f">                              <｜DSML｜invoke name="f">
+    <parameter name="a">1</parameter>              <｜DSML｜parameter name="a" string="false">1</…>
+    </invoke>                                      </｜DSML｜invoke>
+    </minimax:tool_call>                           </｜DSML｜function_calls>
+
+    <function name="f"><param name="a">1</param></function>
+
+Each call is told as soon as it is whole; the tags around all of them may be missing. DSML says of a
+value whether it is text, or JSON; with the others the function's parameters do, as in `xml_calls`.
+MiniCPM5 puts a text in CDATA where it has a sign of XML or several lines. Where parameters ask for
+what tags cannot hold, the arguments of forced calls are JSON in the tags of the call. Source: the
+models' chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from onnxport.serving.http.tool_formats.base import (
+    ARGUMENTS,
+    BREAK,
+    NAME,
+    Block,
+    Functions,
+    Matched,
+    Nested,
+    Tagged,
+    TaggedCall,
+    ToolFormat,
+    Written,
+)
+from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.json_calls import call
+from onnxport.serving.http.tool_formats.sections import ends_behind
+from onnxport.serving.http.tool_formats.xml_calls import (
+    TEXT,
+    arguments_of,
+    in_python,
+    text_before,
+    types_of,
+    value_of,
+    written_value,
+)
+from onnxport.serving.structured.schema import ANNOTATIONS
+
+CDATA: Final = ("<![CDATA[", "]]>")
+IS_TEXT, IS_JSON = ' string="true"', ' string="false"'
+WRAPPERS: Final = ("arguments", "input")
+NO_MARKUP: Final = Matched("[^<&\\n]")  # what of a text needs no CDATA
+
+
+@dataclass(frozen=True, slots=True)
+class Invokes:
+    """The tags of one format.
+
+    Attributes:
+        block: around calls; empty: there are none.
+        call: before the function's name, behind it, and at the end.
+        parameter: before an argument's name, behind its value.
+        says_type: whether an argument says whether it is text or JSON.
+        has_cdata: whether texts may stand in CDATA; other values are as Python writes them.
+        line: behind each tag, where the template ends a line.
+    """
+
+    block: tuple[str, str]
+    call: tuple[str, str, str]
+    parameter: tuple[str, str]
+    says_type: bool = False
+    has_cdata: bool = False
+    line: str = BREAK
+
+    def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
+        """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
+        before, behind, end = self.call
+        cursor = Cursor(text, start, final)
+        opened = cursor.take(*filter(None, (self.block[0], before)))
+        none = Block(cursor.at)
+        if opened != before:
+            cursor.skip_space()
+            if not cursor.take(before):
+                return none
+        name = cursor.take(*functions)
+        if name is None or not cursor.take(behind):
+            return none
+        if not final and text.find(end, cursor.at) < 0:
+            raise Incomplete(AwaitedTag(end, text[cursor.at :]))
+        try:
+            found = call(name, self._arguments(cursor, functions[name]), functions)
+        except Incomplete:  # the tag that came is within a value
+            raise Incomplete(AwaitedTag(end, text[cursor.at :])) from None
+        if found is None:
+            return none
+        ends = filter(None, [self.block[1]])
+        return Block(ends_behind(text, cursor.at, final, ends), (found,))
+
+    def _arguments(self, cursor: Cursor, parameters: Mapping[str, Any]) -> Any:
+        """Go past the arguments, and the end of the call; None: they are none."""
+        end, opening = self.call[2], self.parameter[0]
+        properties = parameters.get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        cursor.skip_space()
+        if cursor.next() == "{":
+            whole = cursor.json()
+            cursor.skip_space()
+            return whole if cursor.take(end) else None
+        found: dict[str, Any] = {}
+        while True:
+            cursor.skip_space()
+            ended = cursor.take(end, opening)
+            if ended != opening:
+                return self._unwrapped(found, schemas) if ended else None
+            key, attributes = cursor.until('"'), cursor.until(">")
+            if key is None or attributes is None:
+                return None
+            value = self._value(cursor, attributes, types_of(schemas.get(key), parameters))
+            if value is None:
+                return None
+            [found[key]] = value
+
+    def _unwrapped(self, found: dict[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments; DeepSeek puts all of them into one at times, which nobody asked for."""
+        if not self.says_type or len(found) != 1:
+            return found
+        [(name, inner)] = found.items()
+        is_wrapper = name in WRAPPERS and name not in schemas
+        return (
+            inner
+            if is_wrapper and isinstance(inner, dict) and inner.keys() <= schemas.keys()
+            else found
+        )
+
+    def _value(self, cursor: Cursor, attributes: str, types: set[str]) -> tuple[Any] | None:
+        """Go past a value and its closing tag, and return it alone; None: it is not closed."""
+        closing = self.parameter[1]
+        is_text = self.says_type and attributes == IS_TEXT
+        if self.has_cdata:
+            start = cursor.at
+            cursor.skip_space()
+            is_text = cursor.take(CDATA[0]) is not None
+            cursor.at = cursor.at if is_text else start
+        if is_text:
+            text = cursor.until((CDATA[1] if self.has_cdata else "") + closing)
+            if text is None:
+                return None
+            return (text if not types or "string" in types else value_of(text, types),)
+        is_json = self.says_type and types == TEXT
+        text = text_before(cursor, closing, set() if is_json else types)
+        if text is None:
+            return None
+        value = value_of(text, set() if is_json else types)
+        return (value if not is_json or isinstance(value, str) else text,)
+
+    def written(self, name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
+        """Return how a call of a function is written; None: parameters ask for more than tags can.
+
+        They can hold properties that are there or not, in their order.
+        """
+        arguments = arguments_of(parameters, self._typed if self.says_type else self._argument)
+        if arguments is None:
+            return None
+        opening, end = self._call_tags()
+        return TaggedCall(opening.replace(NAME, name), arguments, end)
+
+    def _call_tags(self) -> tuple[str, str]:
+        """Return what is before and behind the arguments of a call, with a place for the name."""
+        before, behind, end = self.call
+        opening = before if self.block[0] else ""  # else it opens a block
+        return f"{opening}{NAME}{behind}{self.line}", f"{self.line}{end}{self.line}"
+
+    def _argument(self, name: str | None, schema: Any) -> Tagged | None:
+        """Return how an argument is written; see `arguments_of`."""
+        value = written_value(schema)
+        if value == ():
+            return None
+        tags = Tagged(self.parameter[0], '">', f"{self.parameter[1]}{self.line}", name, value)
+        if not self.has_cdata:
+            return tags
+        if value is not None:
+            return replace(tags, other=in_python(tags, schema))
+        # CDATA opens behind the tag, not as a part of it: no lexeme may begin as a longer one does.
+        in_cdata = replace(tags, value=Nested((Tagged(CDATA[0], "", CDATA[1], name=""),)))
+        return replace(tags, value=NO_MARKUP, other=in_cdata)
+
+    def _typed(self, name: str | None, schema: Any) -> Tagged | None:
+        """Return how an argument is written that says whether it is text; see `arguments_of`."""
+        if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
+            return None
+        closing = f"{self.parameter[1]}{self.line}"
+        text = Tagged(self.parameter[0], f'"{IS_TEXT}>', closing, name)
+        in_json = replace(text, between=f'"{IS_JSON}>', value=schema)
+        if name is None:
+            return replace(text, other=replace(in_json, value={}))
+        if not set(schema) - set(ANNOTATIONS):
+            return replace(text, other=in_json)
+        types, value = types_of(schema, {}), written_value(schema)
+        if value is None:
+            return text if types == TEXT else replace(text, other=in_json)
+        is_texts = isinstance(value, tuple) and value != ()
+        return replace(text, value=value) if is_texts else in_json
+
+    def format(self, name: str, signs: tuple[str, ...]) -> ToolFormat:
+        """Return the format of these tags, of templates with all these signs."""
+        opening, closing = self.block
+        before, end = self._call_tags()
+        return ToolFormat(
+            name,
+            markers=tuple(filter(None, (opening, self.call[0]))),
+            further=tuple(filter(None, [closing, self.call[2], self.parameter[1]])),
+            read=self,
+            written=Written(
+                f"{opening}{self.line}" if opening else self.call[0],
+                closing,
+                f"{before}{ARGUMENTS}{end}",
+                between_calls="" if opening else None,
+                between_blocks=None if opening else BREAK,
+            ),
+            tagged=self.written,
+            ends_thought=tuple(filter(None, [opening])),
+            recognizes=lambda template: all(sign in template for sign in signs),
+        )
+
+
+def _dsml(block: str) -> Invokes:
+    return Invokes(
+        (f"<{DSML}{block}>", f"</{DSML}{block}>"),
+        (f'<{DSML}invoke name="', '">', f"</{DSML}invoke>"),
+        (f'<{DSML}parameter name="', f"</{DSML}parameter>"),
+        says_type=True,
+    )
+
+
+DSML: Final = "｜DSML｜"
+DEEPSEEK_V32 = _dsml("function_calls").format("deepseek_v32", (DSML, "function_calls>"))
+DEEPSEEK_V4 = _dsml("tool_calls").format("deepseek_v4", (DSML, "tool_calls>"))
+MINIMAX_M2 = Invokes(
+    ("<minimax:tool_call>", "</minimax:tool_call>"),
+    ('<invoke name="', '">', "</invoke>"),
+    ('<parameter name="', "</parameter>"),
+).format("minimax_m2", ("<minimax:tool_call>",))
+MINICPM5 = Invokes(
+    ("", ""),
+    ('<function name="', '">', "</function>"),
+    ('<param name="', "</param>"),
+    has_cdata=True,
+    line="",
+).format("minicpm5", ('<function name="', CDATA[0]))
