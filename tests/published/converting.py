@@ -1,0 +1,94 @@
+"""llama.cpp's own converter from transformers' checkpoints to GGUF files, in this process.
+
+It brings a newer package `gguf` of its own, which it sees while it runs, and nobody else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.published.places import LLAMA_CPP
+
+_OUT_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_KEPT: dict[str, Any] = {}  # modules of the converter, between two conversions
+
+
+def convert(
+    checkpoint: Path,
+    to: Path,
+    outtype: str = "f32",
+    hparams: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Write the checkpoint in a folder to the GGUF file `to`, as `convert_hf_to_gguf.py` does.
+
+    A folder without `tokenizer.json` gets no vocabulary. One with it gets that, whose words are cut
+    as GPT-2's: the converter knows published tokenizers alone.
+
+    Args:
+        checkpoint: The folder.
+        to: The file.
+        outtype: Of matrices: f32, f16, bf16 or q8_0.
+        hparams: What `config.json` says besides, where this transformers spells it otherwise.
+        options: What else the converter's model is made with, such as `fuse_qkv`.
+
+    Raises:
+        NotImplementedError: The converter does not know the model.
+    """
+    with _own_modules():
+        conversion = importlib.import_module("conversion")
+        told = conversion.ModelBase.load_hparams(checkpoint, False)
+        kind = conversion.get_model_architecture(told, conversion.ModelType.TEXT)
+        model = conversion.get_model_class(kind)
+        file_type = getattr(importlib.import_module("gguf").LlamaFileType, _OUT_TYPES[outtype])
+        has_tokenizer = (checkpoint / "tokenizer.json").is_file()
+        with _tokenizers(kept=has_tokenizer), torch.inference_mode():
+            model(checkpoint, file_type, to, hparams={**told, **(hparams or {})}, **options).write()
+    return to
+
+
+@contextmanager
+def _own_modules() -> Iterator[None]:
+    """Let `import gguf` find the converter's, which others must not get, and `conversion` too."""
+    others = _taken_out()
+    sys.modules.update(_KEPT)
+    paths = [str(LLAMA_CPP), str(LLAMA_CPP / "gguf-py")]
+    before = sys.path.copy()
+    sys.path[:0] = paths
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        _KEPT.update(_taken_out())
+        sys.modules.update(others)
+
+
+def _taken_out() -> dict[str, Any]:
+    names = [name for name in sys.modules if name.partition(".")[0] in ("gguf", "conversion")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@contextmanager
+def _tokenizers(*, kept: bool) -> Iterator[None]:
+    """Let every model that was imported write its vocabulary, or none."""
+    text_model = importlib.import_module("conversion.base").TextModel
+    with ExitStack() as stack:
+        for model in (text_model, *_below(text_model)):
+            if "get_vocab_base_pre" in vars(model):
+                stack.enter_context(patch.object(model, "get_vocab_base_pre", lambda *_: "gpt-2"))
+            if "set_vocab" in vars(model) and not kept:
+                none = text_model._set_vocab_none
+                stack.enter_context(patch.object(model, "set_vocab", none))
+        yield
+
+
+def _below(model: Any) -> list[Any]:
+    return [one for each in model.__subclasses__() for one in (each, *_below(each))]
