@@ -12,8 +12,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.gguf import recent
-from onnxport.exporter.gguf.common import LAYER_NORM, SIGMOID, Values, biases, common, experts
+from onnxport.exporter.gguf import dense, recent
+from onnxport.exporter.gguf.common import (
+    LAYER_NORM,
+    RMS_NORM,
+    SIGMOID,
+    Values,
+    biases,
+    common,
+    experts,
+)
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.ropes import ORIGINAL
 
@@ -66,14 +74,19 @@ def _arcee(facts: Facts) -> Values:
 
 
 def _nemotron(facts: Facts) -> Values:
-    """Nemotron, the weights of whose norms are stored whole."""
+    """Nemotron, the weights of whose norms are stored whole.
+
+    Their epsilon is called `norm_eps` in a checkpoint, so the converter writes it as that of an
+    RMSNorm, too, which llama.cpp does not read here.
+    """
+    facts.metadata.get(RMS_NORM, float, None)
     return _with_layer_norms(facts, "NemotronForCausalLM", "norm_eps", partial=True) | biases(facts)
 
 
 def _starcoder2(facts: Facts) -> Values:
     """StarCoder2: its window is not in the file, and llama.cpp has none."""
     values = _with_layer_norms(facts, "Starcoder2ForCausalLM", "norm_epsilon")
-    return values | {"use_bias": facts.has("blk.0.attn_q.bias"), "sliding_window": None}
+    return values | {"use_bias": facts.has_qkv_bias(), "sliding_window": None}
 
 
 def _phi2(facts: Facts) -> Values:
@@ -85,7 +98,7 @@ def _gpt_neox(facts: Facts) -> Values:
     values = _with_layer_norms(facts, "GPTNeoXForCausalLM", "layer_norm_eps", partial=True)
     del values["num_key_value_heads"]
     return values | {
-        "attention_bias": facts.has("blk.0.attn_qkv.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "use_parallel_residual": facts.metadata.get("use_parallel_residual", bool, True),
     }
 
@@ -95,7 +108,7 @@ def _stablelm(facts: Facts) -> Values:
     facts.metadata.get("use_parallel_residual", bool, True)
     return _with_layer_norms(facts, "StableLmForCausalLM", "layer_norm_eps", partial=True) | {
         "use_parallel_residual": not facts.has("blk.0.ffn_norm.weight"),
-        "use_qkv_bias": facts.has("blk.0.attn_q.bias"),
+        "use_qkv_bias": facts.has_qkv_bias(),
         "qk_layernorm": facts.has("blk.0.attn_q_norm.weight"),
     }
 
@@ -117,7 +130,7 @@ def _qwen2_moe(facts: Facts) -> Values:
 
 def _qwen3(facts: Facts) -> Values:
     return common(facts, "Qwen3ForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
     }
 
 
@@ -127,7 +140,7 @@ def _qwen3_moe(facts: Facts) -> Values:
         common(facts, "Qwen3MoeForCausalLM")
         | experts(facts)
         | {
-            "attention_bias": facts.has("blk.0.attn_q.bias"),
+            "attention_bias": facts.has_qkv_bias(),
             "moe_intermediate_size": facts.metadata.require("expert_feed_forward_length", int),
             "norm_topk_prob": True,
         }
@@ -195,12 +208,13 @@ def _granite_moe(facts: Facts) -> Values:
     values = _multiplied(facts, model) | experts(facts, "num_local_experts")
     if shared:
         values["shared_intermediate_size"] = shared
-    return values | {"attention_bias": facts.has("blk.0.attn_q.bias")}
+    return values | {"attention_bias": facts.has_qkv_bias()}
 
 
 def _multiplied(facts: Facts, model: str) -> Values:
     """Granite's multipliers; that of attention is the usual one where it is not told."""
     meta = facts.metadata
+    meta.expect("rope.scaling.finetuned", True)  # by which llama.cpp tells who rotates at all
     values = common(facts, model)
     attention = meta.get("attention.scale", float, 0.0)
     return values | {
@@ -219,7 +233,7 @@ def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
     for key in ("expert_group_count", "expert_group_used_count"):
         meta.expect(key, 1)
     return values | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "num_hidden_layers": values["num_hidden_layers"] - further,
         "num_nextn_predict_layers": further or None,
         "n_routed_experts": facts.num_experts(),
@@ -238,7 +252,7 @@ def _dots1(facts: Facts) -> Values:
 
 
 def _ernie(facts: Facts) -> Values:
-    return common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has("blk.0.attn_q.bias")}
+    return common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has_qkv_bias()}
 
 
 def _glm4_moe(facts: Facts) -> Values:
@@ -271,7 +285,7 @@ def _olmoe(facts: Facts) -> Values:
 
 def _seed_oss(facts: Facts) -> Values:
     return common(facts, "SeedOssForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "attention_out_bias": facts.has("blk.0.attn_output.bias"),
     }
 
@@ -283,7 +297,9 @@ def _smollm3(facts: Facts) -> Values:
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "afmoe": Architecture(recent.afmoe),
+    "apertus": Architecture(dense.apertus),
     "arcee": Architecture(_arcee, neighbours=True),
+    "chatglm": Architecture(dense.chatglm),
     "cohere2": Architecture(recent.cohere2),
     "command-r": Architecture(recent.command_r),
     "deepseek2": Architecture(recent.deepseek2),
@@ -294,6 +310,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "exaone4": Architecture(recent.exaone4),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
+    "glm4": Architecture(dense.glm4),
     "glm4moe": Architecture(_glm4_moe),
     "gpt-oss": Architecture(_gpt_oss),
     "gptneox": Architecture(_gpt_neox),
@@ -305,6 +322,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "lfm2moe": Architecture(recent.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
+    "mistral3": Architecture(dense.mistral3, neighbours=True),
     "nemotron": Architecture(_nemotron),
     "olmo2": Architecture(recent.olmo2),
     "olmoe": Architecture(_olmoe),

@@ -20,6 +20,7 @@ UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 ROUTER: Final = "ffn_gate_inp.weight"
 CORRECTION: Final = "exp_probs_b.bias"
+QKV: Final = "attn_qkv"  # one product of queries, keys and values
 DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
 
 LAYOUT: Final = TensorNames(
@@ -43,6 +44,7 @@ LAYOUT: Final = TensorNames(
     shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
     shared_down=("ffn_down_shexp",),
     shared_gate="ffn_gate_inp_shexp",
+    activation="xielu.",
     o_norm="post_attention_norm.weight",
     down_norm="post_ffw_norm.weight",
     ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS),  # which tables of the RoPE are made of
@@ -56,7 +58,7 @@ _CONVOLUTIONS: Final[Mapping[str, Any]] = {
 }
 _DELTA_NETS: Final[Mapping[str, Any]] = {
     "post_norm": "post_attention_norm.weight",
-    "linear_in": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
+    "linear_in": (QKV, "attn_gate", "ssm_beta", "ssm_alpha"),
     "linear_conv": "ssm_conv1d.weight",
     "linear_a_log": DECAYS,
     "linear_dt_bias": "ssm_dt.bias",
@@ -67,6 +69,7 @@ _DELTA_NETS: Final[Mapping[str, Any]] = {
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
+    "chatglm": {"gate_up": ("ffn_up",)},
     "deepseek2": {
         "latent_q": "attn_q",
         "latent_q_a": "attn_q_a",
@@ -76,6 +79,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "latent_kv_norm": "attn_kv_a_norm.weight",
         "latent_apart": ("attn_k_b", "attn_v_b"),
     },
+    "glm4": {"gate_up": ("ffn_up",)},
     "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {
         "post_norm": "post_attention_norm.weight",
@@ -84,17 +88,20 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_gate_up_bias": GATE_UP_BIAS,
         "expert_down_bias": "ffn_down_exps.bias",
     },
-    "gptneox": {"qkv": ("attn_qkv",)},
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
-    "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
+    "phi3": {"gate_up": ("ffn_up",)},
     "qwen35": _DELTA_NETS,
     "qwen35moe": _DELTA_NETS,
-    "qwen3next": {**_DELTA_NETS, "linear_in": ("attn_qkv", "attn_gate", "ssm_ba")},
+    "qwen3next": {**_DELTA_NETS, "linear_in": (QKV, "attn_gate", "ssm_ba")},
     "seed_oss": {"post_norm": "post_attention_norm.weight"},
 }
 
 
-def layout(architecture: str) -> TensorNames:
-    """The names of an architecture's tensors."""
-    return replace(LAYOUT, **_OTHERS.get(architecture, {}))
+def layout(architecture: str, *, joins_qkv: bool) -> TensorNames:
+    """The names of an architecture's tensors; of a file whose first layer joins queries with keys.
+
+    Of architectures with delta nets those of attention never are: what is joined is others'.
+    """
+    names = replace(LAYOUT, **_OTHERS.get(architecture, {}))
+    return replace(names, qkv=(QKV,)) if joins_qkv and QKV not in names.linear_in else names

@@ -16,9 +16,10 @@ from onnxport.exporter.embedding import gguf_pooling
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.gguf import blocks
 from onnxport.exporter.gguf.architectures import read_config
-from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
+from onnxport.exporter.gguf.checkpoint import GgufCheckpoint, Heads
+from onnxport.exporter.gguf.dense import activations
 from onnxport.exporter.gguf.facts import FURTHER, Facts
-from onnxport.exporter.gguf.layouts import layout
+from onnxport.exporter.gguf.layouts import QKV, layout
 from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.orders import orders
 from onnxport.exporter.gguf.parts import parts_of
@@ -60,16 +61,21 @@ class GgufModel:
                 name: tensor.shape for one in self._shards for name, tensor in one.tensors.items()
             }
             self.embedding = _embedding(self._metadata)
-            architecture, values = read_config(Facts(self._metadata, shapes, self._numbers))
+            facts = Facts(self._metadata, shapes, self._numbers)
+            architecture, values = read_config(facts)
+            names, layers = self._names(facts), values["num_hidden_layers"]
+            self._values = activations(self._metadata, layers, names.layer + names.activation)
         except BaseException:
             self.close()
             raise
         self._architecture = architecture
         self.config = Config(values, path)
         self._vocab_size: int = values["vocab_size"]
-        names, layers = layout(self._metadata.architecture), values["num_hidden_layers"]
         further = range(layers, layers + self._metadata.get(FURTHER, int, 0))
         self.names: TensorNames = replace(names, further=tuple(map(names.layer.format, further)))
+
+    def _names(self, facts: Facts) -> TensorNames:
+        return layout(self._metadata.architecture, joins_qkv=facts.joins_qkv)
 
     def close(self) -> None:
         """Close the files, and remove those that were written. Idempotent."""
@@ -100,15 +106,16 @@ class GgufModel:
 
     def open(self, spec: ArchSpec) -> GgufCheckpoint:
         """The weights. Raises CheckpointError where they cannot be decoded."""
-        turned: dict[str, int] = {}
-        if self._architecture.neighbours:
-            for layer in range(spec.num_layers):
-                prefix = self.names.layer.format(layer)
-                for kind in ("weight", "bias"):
-                    turned[f"{prefix}attn_q.{kind}"] = spec.num_heads
-                    turned[f"{prefix}attn_k.{kind}"] = spec.num_kv_heads
+        turned: dict[str, Heads] = {}
+        counts = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
+        counts[QKV] = spec.num_heads + spec.num_kv_heads
+        for layer in range(spec.num_layers if self._architecture.neighbours else 0):
+            prefix = self.names.layer.format(layer)
+            for name, count in counts.items():
+                heads = Heads(count, spec.head_size)
+                turned |= {f"{prefix}{name}.{kind}": heads for kind in ("weight", "bias")}
         tiled = orders(spec, self.names) if self._architecture.tiled else {}
-        return GgufCheckpoint(self._shards, turned, tiled)
+        return GgufCheckpoint(self._shards, turned, tiled, self._values)
 
     def write_files(self) -> Path:
         """Write tokenizer, templates and generation settings to a folder, which `close` removes.

@@ -38,8 +38,10 @@ def afmoe(facts: Facts) -> Values:
 
 
 def command_r(facts: Facts) -> Values:
-    """Command R; those with norms of queries and keys have tensors that are refused."""
-    return _cohere(facts, "CohereForCausalLM")
+    """Command R and R+, which has norms of queries and keys."""
+    return _cohere(facts, "CohereForCausalLM") | {
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+    }
 
 
 def cohere2(facts: Facts) -> Values:
@@ -53,7 +55,7 @@ def cohere2(facts: Facts) -> Values:
 def _cohere(facts: Facts, model: str) -> Values:
     values = common(facts, model, norm=LAYER_NORM, epsilon="layer_norm_eps")
     return values | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "logit_scale": facts.metadata.require("logit_scale", float),
     }
 
@@ -143,7 +145,7 @@ def ernie_moe(facts: Facts) -> Values:
     # Which is not what it says: the layer beside experts is as large as so many of them.
     meta.get("expert_shared_feed_forward_length", int, 0)
     return common(facts, "Ernie4_5_MoeForCausalLM") | {
-        "use_bias": facts.has("blk.0.attn_q.bias"),
+        "use_bias": facts.has_qkv_bias(),
         "moe_num_experts": facts.num_experts(),
         "moe_k": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
@@ -194,7 +196,7 @@ def exaone_moe(facts: Facts) -> Values:
 def hunyuan(facts: Facts) -> Values:
     """HunYuan, dense; `alpha` is in the base of its RoPE already."""
     return common(facts, "HunYuanDenseV1ForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
     }
 
 
@@ -210,7 +212,7 @@ def hunyuan_moe(facts: Facts) -> Values:
     per_token = values.pop("num_experts_per_tok")
     return values | {
         "moe_topk": per_token,
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
     }
 
 
@@ -270,7 +272,7 @@ def minimax_m2(facts: Facts) -> Values:
 def olmo2(facts: Facts) -> Values:
     """OLMo 2, and with windows OLMo 3, whose layers with one have RoPE as it is, unscaled."""
     values = common(facts, "Olmo2ForCausalLM")
-    values["attention_bias"] = facts.has("blk.0.attn_q.bias")
+    values["attention_bias"] = facts.has_qkv_bias()
     window = facts.metadata.get(_WINDOW, int, 0)
     if not window:
         return values

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import to_float32
 from onnxport.exporter.gguf import blocks
-from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
+from onnxport.exporter.gguf.checkpoint import GgufCheckpoint, Heads
 from onnxport.exporter.gguf.shard import GgufShard
 from tests.exporter import ggufs
 
@@ -78,7 +78,7 @@ def checkpoint(path: Path, kind: Kind, heads: int = 4) -> tuple[GgufCheckpoint, 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    turned = {"q.weight": heads, "q.bias": heads} if heads else {}
+    turned = dict.fromkeys(("q.weight", "q.bias"), Heads(heads, 24 // heads)) if heads else {}
     return GgufCheckpoint([GgufShard(path)], turned), gguf.quants.dequantize(data, kind)
 
 

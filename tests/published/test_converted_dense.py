@@ -1,0 +1,105 @@
+"""Dense models in GGUF files, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.exporter import checkpoints
+from tests.published.converted import Model, check
+from tests.published.places import needs_llama_cpp
+from tests.tiers import every
+
+pytestmark = needs_llama_cpp
+
+# As OLMo 3 has it, whose configuration tells the magnitude that is yarn's anyway.
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "attention_factor": 1.2079441541679836},
+    **{"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0},
+}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0}
+NEOX = {"rotary_pct": 0.5}
+MODELS: Mapping[str, Model] = {
+    **{name: Model(name) for name in ("apertus", "arcee", "cohere", "ernie", "ernie-biases")},
+    **{name: Model(name) for name in ("exaone4", "exaone4-full", "glm4", "granite", "granite-biases")},
+    **{name: Model(name) for name in ("hunyuan-biases", "internlm3", "internlm3-biases", "llama")},
+    **{name: Model(name) for name in ("llama-linear", "llama-llama3", "llama-mha", "llama-yarn")},
+    **{name: Model(name) for name in ("llama-mqa-biases", "llama-tied", "mistral", "mistral3")},
+    **{name: Model(name) for name in ("nemotron-biases", "olmo2")},
+    **{name: Model(name) for name in ("olmo2-biases", "olmo3", "phi3", "qwen2")},
+    **{name: Model(name) for name in ("qwen2-ragged", "qwen3", "qwen3-biases", "seed-oss", "stablelm")},
+    **{name: Model(name) for name in ("phi3-window", "starcoder2-plain")},
+    **{name: Model(name, context_length=64) for name in ("ministral3", "ministral3-text")},
+    "phi3-longrope": Model("phi3-longrope", context_length=64),
+    "arcee-biases": Model("arcee-biases", {"hidden_act": "relu2"}),
+    "cohere-norms": Model("cohere-norms", {"tie_word_embeddings": True}),
+    "cohere2": Model(
+        "cohere2",
+        {
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 4,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        },
+        {"rotary_pct": 1.0},
+    ),
+    "gemma2": Model("gemma2", {"query_pre_attn_scalar": 32}),
+    "gemma3": Model(
+        "gemma3", {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None}
+    ),
+    "gemma3-images": Model(
+        "gemma3-images", {"query_pre_attn_scalar": 16, "num_hidden_layers": 6, "layer_types": None}
+    ),
+    "glm": Model(  # of whose context the converter knows nothing
+        "glm", {"head_dim": 16, "rms_norm_eps": 1e-5}, context_length=64
+    ),
+    "gpt-neox": Model("gpt-neox", {}, NEOX),
+    "gpt-neox-turns": Model("gpt-neox-turns", {"hidden_act": "gelu"}, {"rotary_pct": 1.0}),
+    "hunyuan": Model(
+        "hunyuan",
+        {
+            **{"head_dim": 128, "max_position_embeddings": 32_768},
+            "rope_parameters": ALPHA,
+        },
+    ),
+    "ministral3-fused": Model("ministral3", options={"fuse_qkv": True}, context_length=64),
+    "llama-fused": Model("llama", options={"fuse_qkv": True}),
+    "llama-fused-biases": Model("llama-mqa-biases", options={"fuse_qkv": True}),
+    "qwen2-fused": Model("qwen2", options={"fuse_qkv": True}),
+    "nemotron": Model("nemotron", {"head_dim": 16}),
+    "olmo3-told": Model(
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ),
+    "phi": Model("phi", {"num_key_value_heads": 4, "intermediate_size": 512}),
+    "phi-fused": Model(
+        "phi", {"num_key_value_heads": 4, "intermediate_size": 512}, options={"fuse_qkv": True}
+    ),
+    "phi-mha": Model("phi-mha", {"intermediate_size": 256, "hidden_act": "gelu_new"}),
+    "smollm3": Model("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 5}),
+    "starcoder2": Model("starcoder2", {"sliding_window": None}),
+}
+
+
+@pytest.mark.parametrize("name", every(3, sorted(MODELS)))
+def test_logits(tmp_path: Path, name: str) -> None:
+    if name.startswith("gemma3"):  # whose embedding is cut to as many rows as there are tokens
+        write_tokenizer(tmp_path / "checkpoint")
+    check(MODELS[name], tmp_path)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write one of byte pairs, with as many tokens as the embedding has rows."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: checkpoints.VOCAB - 2]
+    vocab = {text: number for number, text in enumerate((*letters, "ye", "yes"))}
+    found = Tokenizer(models.BPE(vocab, [("y", "e"), ("ye", "s")]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=found).save_pretrained(folder)
