@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.gguf import dense, recent
+from onnxport.exporter.gguf import dense, recent, reranker
 from onnxport.exporter.gguf.common import (
     LAYER_NORM,
     RMS_NORM,
@@ -129,9 +129,8 @@ def _qwen2_moe(facts: Facts) -> Values:
 
 
 def _qwen3(facts: Facts) -> Values:
-    return common(facts, "Qwen3ForCausalLM") | {
-        "attention_bias": facts.has_qkv_bias(),
-    }
+    values = common(facts, "Qwen3ForCausalLM") | {"attention_bias": facts.has_qkv_bias()}
+    return values | reranker.labels(facts) if reranker.is_reranker(facts) else values
 
 
 def _qwen3_moe(facts: Facts) -> Values:

@@ -20,6 +20,7 @@ UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 ROUTER: Final = "ffn_gate_inp.weight"
 CORRECTION: Final = "exp_probs_b.bias"
+SCORE_ROWS: Final = "cls.output.weight"  # of models that judge pairs
 QKV: Final = "attn_qkv"  # one product of queries, keys and values
 DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
 
@@ -47,7 +48,8 @@ LAYOUT: Final = TensorNames(
     activation="xielu.",
     o_norm="post_attention_norm.weight",
     down_norm="post_ffw_norm.weight",
-    ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS),  # which tables of the RoPE are made of
+    # Of which tables of the RoPE are made, and a score head.
+    ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS, SCORE_ROWS),
 )
 _CONVOLUTIONS: Final[Mapping[str, Any]] = {
     "final_norm": "token_embd_norm.weight",

@@ -23,6 +23,7 @@ from onnxport.exporter.gguf.layouts import QKV, layout
 from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.orders import orders
 from onnxport.exporter.gguf.parts import parts_of
+from onnxport.exporter.gguf.reranker import POOLING, RANK, score_head
 from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.gguf.tokenizer import write_files
 from onnxport.exporter.gguf.vocabulary import check_count, read_ends
@@ -65,6 +66,7 @@ class GgufModel:
             architecture, values = read_config(facts)
             names, layers = self._names(facts), values["num_hidden_layers"]
             self._values = activations(self._metadata, layers, names.layer + names.activation)
+            self._values |= score_head(facts)
         except BaseException:
             self.close()
             raise
@@ -177,8 +179,10 @@ class GgufModel:
 
 
 def _embedding(metadata: Metadata) -> EmbeddingSpec | None:
-    key = "pooling_type"
-    return gguf_pooling(metadata.get(key, int, 0), f"{metadata.path}: {metadata.name(key)}")
+    told = metadata.get(POOLING, int, 0)
+    if told == RANK and metadata.architecture == "qwen3":
+        return None  # it judges pairs
+    return gguf_pooling(told, f"{metadata.path}: {metadata.name(POOLING)}")
 
 
 def _whole(shard: GgufShard, key: str, default: int) -> int:

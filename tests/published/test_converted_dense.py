@@ -6,32 +6,42 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests.exporter import checkpoints
 from tests.published.converted import Model, check
 from tests.published.places import needs_llama_cpp
+from tests.published.tokenizers import write_tokenizer
 from tests.tiers import every
 
 pytestmark = needs_llama_cpp
 
 # As OLMo 3 has it, whose configuration tells the magnitude that is yarn's anyway.
 YARN = {
-    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "attention_factor": 1.2079441541679836},
+    **{
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "attention_factor": 1.2079441541679836,
+    },
     **{"original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0},
 }
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 1000.0, "factor": 1.0}
 NEOX = {"rotary_pct": 0.5}
 MODELS: Mapping[str, Model] = {
     **{name: Model(name) for name in ("apertus", "arcee", "cohere", "ernie", "ernie-biases")},
-    **{name: Model(name) for name in ("exaone4", "exaone4-full", "glm4", "granite", "granite-biases")},
+    **{
+        name: Model(name)
+        for name in ("exaone4", "exaone4-full", "glm4", "granite", "granite-biases")
+    },
     **{name: Model(name) for name in ("hunyuan-biases", "internlm3", "internlm3-biases", "llama")},
     **{name: Model(name) for name in ("llama-linear", "llama-llama3", "llama-mha", "llama-yarn")},
     **{name: Model(name) for name in ("llama-mqa-biases", "llama-tied", "mistral", "mistral3")},
     **{name: Model(name) for name in ("nemotron-biases", "olmo2")},
     **{name: Model(name) for name in ("olmo2-biases", "olmo3", "phi3", "qwen2")},
-    **{name: Model(name) for name in ("qwen2-ragged", "qwen3", "qwen3-biases", "seed-oss", "stablelm")},
+    **{
+        name: Model(name)
+        for name in ("qwen2-ragged", "qwen3", "qwen3-biases", "seed-oss", "stablelm")
+    },
     **{name: Model(name) for name in ("phi3-window", "starcoder2-plain")},
     **{name: Model(name, context_length=64) for name in ("ministral3", "ministral3-text")},
     "phi3-longrope": Model("phi3-longrope", context_length=64),
@@ -92,14 +102,5 @@ MODELS: Mapping[str, Model] = {
 @pytest.mark.parametrize("name", every(3, sorted(MODELS)))
 def test_logits(tmp_path: Path, name: str) -> None:
     if name.startswith("gemma3"):  # whose embedding is cut to as many rows as there are tokens
-        write_tokenizer(tmp_path / "checkpoint")
+        write_tokenizer(tmp_path / "checkpoint", checkpoints.VOCAB)
     check(MODELS[name], tmp_path)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write one of byte pairs, with as many tokens as the embedding has rows."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: checkpoints.VOCAB - 2]
-    vocab = {text: number for number, text in enumerate((*letters, "ye", "yes"))}
-    found = Tokenizer(models.BPE(vocab, [("y", "e"), ("ye", "s")]))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=found).save_pretrained(folder)
