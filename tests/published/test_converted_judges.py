@@ -64,7 +64,8 @@ def test_a_reranker(tmp_path: Path, tied: bool) -> None:
 
 
 def judged(logits: NDArray[np.float32], no: int | None, yes: int | None) -> float:
-    assert no is not None and yes is not None
+    assert no is not None
+    assert yes is not None
     return float(1 / (1 + np.exp(logits[no] - logits[yes])))
 
 
