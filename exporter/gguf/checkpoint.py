@@ -82,13 +82,13 @@ class GgufCheckpoint(Checkpoint):
                 self._packed[name] = PackedMatrix(
                     (rows, columns), bits, groups, name, name, None, None
                 )
-        self._values = values or {}
-        for name, one in self._values.items():
-            self._tensors[name] = StoredTensor(name, "F32", one.shape, 0, one.nbytes)
         self._joined: dict[str, tuple[str, str]] = {}
         for name in tuple(self._tensors):
             if name.endswith(GATE_BIAS):
                 self._join(name, name.removesuffix(GATE_BIAS))
+        self._values = values or {}
+        for name, one in self._values.items():
+            self._tensors[name] = StoredTensor(name, "F32", one.shape, 0, one.nbytes)
 
     def _join(self, gate: str, prefix: str) -> None:
         """Make one vector of the biases of gate and of up, whose numbers take turns in it."""
