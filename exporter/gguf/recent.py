@@ -194,7 +194,13 @@ def exaone_moe(facts: Facts) -> Values:
 
 
 def hunyuan(facts: Facts) -> Values:
-    """HunYuan, dense; `alpha` is in the base of its RoPE already."""
+    """HunYuan, dense; `alpha` is in the base of its RoPE already.
+
+    Published configurations tell of one expert, which is the feed-forward layer that there is.
+    """
+    for key in ("expert_count", "expert_used_count"):
+        if facts.metadata.get(key, int, 0):
+            facts.metadata.expect(key, 1)
     return common(facts, "HunYuanDenseV1ForCausalLM") | {
         "attention_bias": facts.has_qkv_bias(),
     }

@@ -57,6 +57,12 @@ def test_norms_of_command_r_plus() -> None:
     assert not spec(facts("command-r")).qk_norm
 
 
+def test_hunyuan_has_one_expert_of_a_kind() -> None:
+    assert spec(facts("hunyuan-dense", expert_count=1, expert_used_count=1)).experts is None
+    with pytest.raises(UnsupportedModelError, match=r"hunyuan-dense\.expert_count is 8"):
+        read_config(facts("hunyuan-dense", expert_count=8))
+
+
 def test_norms_of_nemotron_have_one_epsilon_of_two() -> None:
     assert spec(facts("nemotron", attention__layer_norm_rms_epsilon=0.5)).rms_norm_eps == 1e-5
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
 from tests.exporter import checkpoints
+from tests.exporter.run_graphs import Graph
 from tests.published.converted import Model, check
+from tests.published.converting import convert
 from tests.published.places import needs_llama_cpp
 from tests.published.tokenizers import write_tokenizer
 from tests.tiers import every
 
 pytestmark = needs_llama_cpp
 
+FP32 = ExportOptions(precision="fp32", threads=1)
 # As OLMo 3 has it, whose configuration tells the magnitude that is yarn's anyway.
 YARN = {
     **{
@@ -74,6 +83,7 @@ MODELS: Mapping[str, Model] = {
             **{"head_dim": 128, "max_position_embeddings": 32_768},
             "rope_parameters": ALPHA,
         },
+        {"num_experts": 1},
     ),
     "ministral3-fused": Model("ministral3", options={"fuse_qkv": True}, context_length=64),
     "llama-fused": Model("llama", options={"fuse_qkv": True}),
@@ -104,3 +114,29 @@ def test_logits(tmp_path: Path, name: str) -> None:
     if name.startswith("gemma3"):  # whose embedding is cut to as many rows as there are tokens
         write_tokenizer(tmp_path / "checkpoint", checkpoints.VOCAB)
     check(MODELS[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("outtype", "dtype", "tolerance"),
+    [("bf16", torch.bfloat16, 1e-4), ("f16", torch.float16, 1e-4), ("q8_0", torch.float32, 0.3)],
+)
+def test_types(tmp_path: Path, outtype: str, dtype: torch.dtype, tolerance: float) -> None:
+    """16 bits are those of the checkpoint; what is in blocks of 8 is off by as much as it is."""
+    case = replace(checkpoints.CASES["qwen3"], dtype=dtype)
+    model = checkpoints.make(case, tmp_path / "checkpoint")
+    path = convert(tmp_path / "checkpoint", tmp_path / "model.gguf", outtype)
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", FP32))
+    token_ids = checkpoints.tokens()
+    found = Graph(artifact, "decomposed").logits(token_ids)
+    np.testing.assert_allclose(found, checkpoints.logits(model, token_ids), atol=tolerance)
+
+
+def test_files_of_a_split_model(tmp_path: Path) -> None:
+    checkpoints.make(checkpoints.CASES["llama"], tmp_path / "checkpoint")
+    whole = convert(tmp_path / "checkpoint", tmp_path / "whole.gguf")
+    convert(tmp_path / "checkpoint", tmp_path / "split.gguf", split_max_tensors=6)
+    paths = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(paths) == 4
+    artifacts = [export_model(one, tmp_path / one.stem, FP32) for one in (whole, paths[0])]
+    one, other = ((artifact / "model.onnx.data").read_bytes() for artifact in artifacts)
+    assert one == other
