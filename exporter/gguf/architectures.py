@@ -146,8 +146,8 @@ def _qwen3_moe(facts: Facts) -> Values:
     )
 
 
-def _gemma(facts: Facts, model: str, largest: int) -> Values:
-    """What Gemma 2 and 3 share.
+def _gemma(facts: Facts, model: str, largest: int, window: int | None = None) -> Values:
+    """What Gemma 2 and 3 share; `window` is the one where the file does not say it.
 
     The scale of queries is not in the file; llama.cpp takes it from the size of a head but in the
     models of 27B, which it knows by their layers (`largest`), where it is from the width of all.
@@ -158,14 +158,14 @@ def _gemma(facts: Facts, model: str, largest: int) -> Values:
         scalar = values["hidden_size"] // values["num_attention_heads"]
     return values | {
         "query_pre_attn_scalar": float(scalar),
-        "sliding_window": facts.metadata.require("attention.sliding_window", int),
+        "sliding_window": facts.count("attention.sliding_window", window),
     }
 
 
 def _gemma2(facts: Facts) -> Values:
     meta = facts.metadata
     meta.expect("attention.sliding_window_pattern", 2)
-    return _gemma(facts, "Gemma2ForCausalLM", 46) | {
+    return _gemma(facts, "Gemma2ForCausalLM", 46, window=4096) | {
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", float, 50.0),
         "final_logit_softcapping": meta.get("final_logit_softcapping", float, 30.0),
     }

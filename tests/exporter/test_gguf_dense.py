@@ -57,6 +57,10 @@ def test_norms_of_command_r_plus() -> None:
     assert not spec(facts("command-r")).qk_norm
 
 
+def test_the_window_that_older_files_of_gemma_2_do_not_tell() -> None:
+    assert spec(facts("gemma2", attention__sliding_window=None)).sliding_window == (4096, None)
+
+
 def test_hunyuan_has_one_expert_of_a_kind() -> None:
     assert spec(facts("hunyuan-dense", expert_count=1, expert_used_count=1)).experts is None
     with pytest.raises(UnsupportedModelError, match=r"hunyuan-dense\.expert_count is 8"):

@@ -75,6 +75,12 @@ MODELS: Mapping[str, Model] = {
     "glm": Model(  # of whose context the converter knows nothing
         "glm", {"head_dim": 16, "rms_norm_eps": 1e-5}, context_length=64
     ),
+    "glm-fused": Model(
+        "glm",
+        {"head_dim": 16, "rms_norm_eps": 1e-5},
+        options={"fuse_qkv": True},
+        context_length=64,
+    ),
     "gpt-neox": Model("gpt-neox", {}, NEOX),
     "gpt-neox-turns": Model("gpt-neox-turns", {"hidden_act": "gelu"}, {"rotary_pct": 1.0}),
     "hunyuan": Model(
