@@ -196,11 +196,29 @@ def _phi3(facts: Facts) -> Values:
     }
 
 
+def _expect_rotation(facts: Facts) -> None:
+    """Refuse a Granite that rotates nothing, which llama.cpp tells by what others say of training.
+
+    Raises:
+        UnsupportedModelError: It is one.
+    """
+    facts.metadata.expect("rope.scaling.finetuned", True)
+
+
 def _granite(facts: Facts) -> Values:
+    _expect_rotation(facts)
     return _multiplied(facts, "GraniteForCausalLM") | biases(facts)
 
 
+def _minicpm(facts: Facts) -> Values:
+    """MiniCPM of the first, second and fourth generation: Granite's layers and multipliers."""
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):  # which older files lack
+        facts.metadata.require(key, float)
+    return _multiplied(facts, "GraniteForCausalLM")
+
+
 def _granite_moe(facts: Facts) -> Values:
+    _expect_rotation(facts)
     facts.metadata.expect("expert_weights_norm", True)
     shared = facts.metadata.get("expert_shared_feed_forward_length", int, 0)
     model = "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
@@ -213,7 +231,6 @@ def _granite_moe(facts: Facts) -> Values:
 def _multiplied(facts: Facts, model: str) -> Values:
     """Granite's multipliers; that of attention is the usual one where it is not told."""
     meta = facts.metadata
-    meta.expect("rope.scaling.finetuned", True)  # by which llama.cpp tells who rotates at all
     values = common(facts, model)
     attention = meta.get("attention.scale", float, 0.0)
     return values | {
@@ -305,6 +322,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "dots1": Architecture(_dots1),
     "ernie4_5": Architecture(_ernie),
     "ernie4_5-moe": Architecture(recent.ernie_moe),
+    "exaone": Architecture(_llama),
     "exaone-moe": Architecture(recent.exaone_moe),
     "exaone4": Architecture(recent.exaone4),
     "gemma2": Architecture(_gemma2),
@@ -317,9 +335,11 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granitemoe": Architecture(_granite_moe, neighbours=True),
     "hunyuan-dense": Architecture(recent.hunyuan),
     "hunyuan-moe": Architecture(recent.hunyuan_moe),
+    "internlm2": Architecture(_llama, neighbours=True),
     "lfm2": Architecture(recent.lfm2),
     "lfm2moe": Architecture(recent.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
+    "minicpm": Architecture(_minicpm, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
     "mistral3": Architecture(dense.mistral3, neighbours=True),
     "nemotron": Architecture(_nemotron),

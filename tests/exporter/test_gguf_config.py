@@ -81,6 +81,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "expert_feed_forward_length": 32,
         "leading_dense_block_count": 1,
     },
+    "minicpm": {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 9.0},
     "minimax-m2": {"expert_gating_func": 2},
     "qwen35": {**DELTA_NETS, "rope.dimension_sections": [2, 3, 3, 0]},
     "qwen35moe": {**DELTA_NETS, **SHARED_EXPERT, "feed_forward_length": None},
