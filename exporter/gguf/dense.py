@@ -15,6 +15,7 @@ from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.ropes import ORIGINAL
 from onnxport.exporter.plan_experts import XIELU
 
+_SECTIONS: Final = "rope.dimension_sections"  # of positions in images; those of texts are one
 _TEMPERATURE: Final = "attention.temperature_scale"
 _MAGNITUDE: Final = "rope.scaling.yarn_log_multiplier"
 
@@ -95,3 +96,16 @@ def mistral3(facts: Facts) -> Values:
         "architectures": ["Ministral3ForCausalLM"],
         "rope_parameters": {**rope, **own},
     }
+
+
+def qwen2_vl(facts: Facts) -> Values:
+    """Qwen2-VL and Qwen2.5-VL, of texts: what reads images is in another file."""
+    facts.metadata.require(_SECTIONS, list)
+    return common(facts, "Qwen2ForCausalLM")
+
+
+def qwen3_vl(facts: Facts) -> Values:
+    """Qwen3-VL, of texts: what reads images adds to the first layers, of images' tokens alone."""
+    facts.metadata.require(_SECTIONS, list)
+    facts.metadata.get("n_deepstack_layers", int, 0)
+    return common(facts, "Qwen3ForCausalLM") | {"attention_bias": facts.has_qkv_bias()}

@@ -85,6 +85,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "minimax-m2": {"expert_gating_func": 2},
     "qwen35": {**DELTA_NETS, "rope.dimension_sections": [2, 3, 3, 0]},
     "qwen35moe": {**DELTA_NETS, **SHARED_EXPERT, "feed_forward_length": None},
+    "qwen2vl": {"rope.dimension_sections": [2, 3, 3, 0]},
+    "qwen3vl": {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 1},
     "qwen3next": {**DELTA_NETS, **SHARED_EXPERT},
     "dots1": {"expert_gating_func": 2, "expert_feed_forward_length": 32},
     "gemma2": {"attention.sliding_window": 8},

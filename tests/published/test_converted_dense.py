@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
@@ -122,6 +123,24 @@ def test_logits(tmp_path: Path, name: str) -> None:
     check(MODELS[name], tmp_path)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_texts_of_models_that_read_images(tmp_path: Path, family: str) -> None:
+    """Qwen's, whose tokens of images have several positions."""
+    rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [3, 3, 2]}
+    config = {"head_dim": 16, "rope_parameters": rope}
+    case = checkpoints.Case(f"{family}_text", config, inside=family)
+    model = checkpoints.make(case, tmp_path / "checkpoint")
+    path = convert(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    check_logits(path, tmp_path / "artifact", model, 1e-4)
+
+
+def check_logits(path: Path, destination: Path, model: PreTrainedModel, atol: float) -> None:
+    artifact = Artifact.read(export_model(path, destination, FP32))
+    token_ids = checkpoints.tokens()
+    found = Graph(artifact, "decomposed").logits(token_ids)
+    np.testing.assert_allclose(found, checkpoints.logits(model, token_ids), atol=atol)
+
+
 @pytest.mark.parametrize(
     ("outtype", "dtype", "tolerance"),
     [("bf16", torch.bfloat16, 1e-4), ("f16", torch.float16, 1e-4), ("q8_0", torch.float32, 0.3)],
@@ -131,10 +150,7 @@ def test_types(tmp_path: Path, outtype: str, dtype: torch.dtype, tolerance: floa
     case = replace(checkpoints.CASES["qwen3"], dtype=dtype)
     model = checkpoints.make(case, tmp_path / "checkpoint")
     path = convert(tmp_path / "checkpoint", tmp_path / "model.gguf", outtype)
-    artifact = Artifact.read(export_model(path, tmp_path / "artifact", FP32))
-    token_ids = checkpoints.tokens()
-    found = Graph(artifact, "decomposed").logits(token_ids)
-    np.testing.assert_allclose(found, checkpoints.logits(model, token_ids), atol=tolerance)
+    check_logits(path, tmp_path / "artifact", model, tolerance)
 
 
 def test_files_of_a_split_model(tmp_path: Path) -> None:
