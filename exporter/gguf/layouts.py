@@ -71,7 +71,7 @@ _DELTA_NETS: Final[Mapping[str, Any]] = {
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
-    "chatglm": {"gate_up": ("ffn_up",)},
+    **{name: {"gate_up": ("ffn_up",)} for name in ("chatglm", "glm4")},
     "deepseek2": {
         "latent_q": "attn_q",
         "latent_q_a": "attn_q_a",
@@ -81,7 +81,6 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "latent_kv_norm": "attn_kv_a_norm.weight",
         "latent_apart": ("attn_k_b", "attn_v_b"),
     },
-    "glm4": {"gate_up": ("ffn_up",)},
     "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {
         "post_norm": "post_attention_norm.weight",
@@ -90,9 +89,10 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_gate_up_bias": GATE_UP_BIAS,
         "expert_down_bias": "ffn_down_exps.bias",
     },
+    "gptneox": {"qkv": ("attn_qkv",)},
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
-    "phi3": {"gate_up": ("ffn_up",)},
+    "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
     "qwen35": _DELTA_NETS,
     "qwen35moe": _DELTA_NETS,
     "qwen3next": {**_DELTA_NETS, "linear_in": (QKV, "attn_gate", "ssm_ba")},

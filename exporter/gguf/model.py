@@ -62,22 +62,18 @@ class GgufModel:
                 name: tensor.shape for one in self._shards for name, tensor in one.tensors.items()
             }
             self.embedding = _embedding(self._metadata)
-            facts = Facts(self._metadata, shapes, self._numbers)
-            architecture, values = read_config(facts)
-            names, layers = self._names(facts), values["num_hidden_layers"]
-            self._values = activations(self._metadata, layers, names.layer + names.activation)
-            self._values |= score_head(facts)
+            self._facts = Facts(self._metadata, shapes, self._numbers)
+            architecture, values = read_config(self._facts)
         except BaseException:
             self.close()
             raise
         self._architecture = architecture
         self.config = Config(values, path)
         self._vocab_size: int = values["vocab_size"]
+        names = layout(self._metadata.architecture, joins_qkv=self._facts.joins_qkv)
+        layers = values["num_hidden_layers"]
         further = range(layers, layers + self._metadata.get(FURTHER, int, 0))
         self.names: TensorNames = replace(names, further=tuple(map(names.layer.format, further)))
-
-    def _names(self, facts: Facts) -> TensorNames:
-        return layout(self._metadata.architecture, joins_qkv=facts.joins_qkv)
 
     def close(self) -> None:
         """Close the files, and remove those that were written. Idempotent."""
@@ -107,7 +103,7 @@ class GgufModel:
         return "int8" if _MOST_FOR_INT4 < self.bits < _LEAST_PLAIN else "int4"
 
     def open(self, spec: ArchSpec) -> GgufCheckpoint:
-        """The weights. Raises CheckpointError where they cannot be decoded."""
+        """The weights. Raises CheckpointError where they are not there, or cannot be decoded."""
         turned: dict[str, Heads] = {}
         counts = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         counts[QKV] = spec.num_heads + spec.num_kv_heads
@@ -117,7 +113,9 @@ class GgufModel:
                 heads = Heads(count, spec.head_size)
                 turned |= {f"{prefix}{name}.{kind}": heads for kind in ("weight", "bias")}
         tiled = orders(spec, self.names) if self._architecture.tiled else {}
-        return GgufCheckpoint(self._shards, turned, tiled, self._values)
+        own = self.names.layer + self.names.activation
+        values = activations(self._metadata, spec.num_layers, own) | score_head(self._facts)
+        return GgufCheckpoint(self._shards, turned, tiled, values)
 
     def write_files(self) -> Path:
         """Write tokenizer, templates and generation settings to a folder, which `close` removes.

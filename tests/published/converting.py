@@ -43,7 +43,7 @@ def convert(
     Raises:
         NotImplementedError: The converter does not know the model.
     """
-    with own_modules():
+    with _own_modules():
         conversion = importlib.import_module("conversion")
         told = conversion.ModelBase.load_hparams(checkpoint, False)
         kind = conversion.get_model_architecture(told, conversion.ModelType.TEXT)
@@ -55,8 +55,14 @@ def convert(
     return to
 
 
+def package() -> Any:
+    """The converter's package `gguf`."""
+    with _own_modules():
+        return importlib.import_module("gguf")
+
+
 @contextmanager
-def own_modules() -> Iterator[None]:
+def _own_modules() -> Iterator[None]:
     """Let `import gguf` find the converter's, which others must not get, and `conversion` too."""
     others = _taken_out()
     sys.modules.update(_KEPT)
