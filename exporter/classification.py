@@ -30,7 +30,7 @@ from onnxport.exporter.embedding import (
 )
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.score_templates import QWEN3_RERANKER, TEMPLATES
-from onnxport.exporter.source import TOKENIZER_FILES, read_json
+from onnxport.exporter.source import PAIRS, TEMPLATE_FOLDER, TOKENIZER_FILES, read_json
 from onnxport.exporter.target import to_dtype
 from onnxport.graphs.classification_spec import Activation, ClassificationSpec
 from onnxport.graphs.spec import ArchSpec
@@ -316,10 +316,10 @@ def _template(config: Config, files: Path, head: ScoreHead, asked: str | None) -
                 f"the score template {asked} cannot be read ({error}); give a file in Jinja, or "
                 f"one of {', '.join(TEMPLATES)}."
             ) from error
-    own = _chat_template(files)
-    if all(word.search(own) for word in _OF_PAIRS):
-        logger.info("the chat template writes pairs of a query and a document")
-        return own
+    for own in (_chat_template(files), _named_template(files)):
+        if all(word.search(own) for word in _OF_PAIRS):
+            logger.info("the chat template writes pairs of a query and a document")
+            return own
     is_qwen3 = any(name.startswith("Qwen3For") for name in config.architectures)
     if is_qwen3 and head.is_difference and head.token_ids == _ids_of(files, _NO_YES):
         logger.info("pairs are written as Qwen3-Reranker has them")
@@ -368,6 +368,12 @@ def _check_pairs(folder: Path, template: str, context_length: int) -> None:
             "text of one as instruction, if the score template takes that",
             *(folder, ", ".join(unknown), default or "none"),
         )
+
+
+def _named_template(files: Path) -> str:
+    """The template for pairs, among those that have names; "" where there is none."""
+    path = files / TEMPLATE_FOLDER / f"{PAIRS}.jinja"
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _chat_template(files: Path) -> str:

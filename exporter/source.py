@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 END: Final = "eos_token_id"
 TEMPLATE_FOLDER: Final = "additional_chat_templates"  # named templates, one `.jinja` file each
+PAIRS: Final = "rerank"  # the name of that which writes a query and a document
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.gguf import gemma4, recent, states
+from onnxport.exporter.gguf import dense, gemma4, recent, reranker, states
 from onnxport.exporter.gguf.common import (
     LAYER_NORM,
+    RMS_NORM,
     SIGMOID,
     SPACE_SIZES,
     Values,
@@ -74,14 +75,19 @@ def _arcee(facts: Facts) -> Values:
 
 
 def _nemotron(facts: Facts) -> Values:
-    """Nemotron, the weights of whose norms are stored whole."""
+    """Nemotron, the weights of whose norms are stored whole.
+
+    Their epsilon is called `norm_eps` in a checkpoint, so the converter writes it as that of an
+    RMSNorm, too, which llama.cpp does not read here.
+    """
+    facts.metadata.get(RMS_NORM, float, None)
     return _with_layer_norms(facts, "NemotronForCausalLM", "norm_eps", partial=True) | biases(facts)
 
 
 def _starcoder2(facts: Facts) -> Values:
     """StarCoder2: its window is not in the file, and llama.cpp has none."""
     values = _with_layer_norms(facts, "Starcoder2ForCausalLM", "norm_epsilon")
-    return values | {"use_bias": facts.has("blk.0.attn_q.bias"), "sliding_window": None}
+    return values | {"use_bias": facts.has_qkv_bias(), "sliding_window": None}
 
 
 def _phi2(facts: Facts) -> Values:
@@ -93,7 +99,7 @@ def _gpt_neox(facts: Facts) -> Values:
     values = _with_layer_norms(facts, "GPTNeoXForCausalLM", "layer_norm_eps", partial=True)
     del values["num_key_value_heads"]
     return values | {
-        "attention_bias": facts.has("blk.0.attn_qkv.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "use_parallel_residual": facts.metadata.get("use_parallel_residual", bool, True),
     }
 
@@ -103,7 +109,7 @@ def _stablelm(facts: Facts) -> Values:
     facts.metadata.get("use_parallel_residual", bool, True)
     return _with_layer_norms(facts, "StableLmForCausalLM", "layer_norm_eps", partial=True) | {
         "use_parallel_residual": not facts.has("blk.0.ffn_norm.weight"),
-        "use_qkv_bias": facts.has("blk.0.attn_q.bias"),
+        "use_qkv_bias": facts.has_qkv_bias(),
         "qk_layernorm": facts.has("blk.0.attn_q_norm.weight"),
     }
 
@@ -124,9 +130,8 @@ def _qwen2_moe(facts: Facts) -> Values:
 
 
 def _qwen3(facts: Facts) -> Values:
-    return common(facts, "Qwen3ForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
-    }
+    values = common(facts, "Qwen3ForCausalLM") | {"attention_bias": facts.has_qkv_bias()}
+    return values | reranker.labels(facts) if reranker.is_reranker(facts) else values
 
 
 def _qwen3_moe(facts: Facts) -> Values:
@@ -135,15 +140,15 @@ def _qwen3_moe(facts: Facts) -> Values:
         common(facts, "Qwen3MoeForCausalLM")
         | experts(facts)
         | {
-            "attention_bias": facts.has("blk.0.attn_q.bias"),
+            "attention_bias": facts.has_qkv_bias(),
             "moe_intermediate_size": facts.metadata.require("expert_feed_forward_length", int),
             "norm_topk_prob": True,
         }
     )
 
 
-def _gemma(facts: Facts, model: str, largest: int) -> Values:
-    """What Gemma 2 and 3 share.
+def _gemma(facts: Facts, model: str, largest: int, window: int | None = None) -> Values:
+    """What Gemma 2 and 3 share; `window` is the one where the file does not say it.
 
     The scale of queries is not in the file; llama.cpp takes it from the size of a head but in the
     models of 27B, which it knows by their layers (`largest`), where it is from the width of all.
@@ -154,14 +159,14 @@ def _gemma(facts: Facts, model: str, largest: int) -> Values:
         scalar = values["hidden_size"] // values["num_attention_heads"]
     return values | {
         "query_pre_attn_scalar": float(scalar),
-        "sliding_window": facts.metadata.require("attention.sliding_window", int),
+        "sliding_window": facts.count("attention.sliding_window", window),
     }
 
 
 def _gemma2(facts: Facts) -> Values:
     meta = facts.metadata
     meta.expect("attention.sliding_window_pattern", 2)
-    return _gemma(facts, "Gemma2ForCausalLM", 46) | {
+    return _gemma(facts, "Gemma2ForCausalLM", 46, window=4096) | {
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", float, 50.0),
         "final_logit_softcapping": meta.get("final_logit_softcapping", float, 30.0),
     }
@@ -192,21 +197,36 @@ def _phi3(facts: Facts) -> Values:
     }
 
 
+def _expect_rotation(facts: Facts) -> None:
+    """Refuse a Granite that rotates nothing, which llama.cpp tells by what others say of training.
+
+    Raises:
+        UnsupportedModelError: It is one.
+    """
+    facts.metadata.expect("rope.scaling.finetuned", True)
+
+
 def _granite(facts: Facts) -> Values:
     """Granite, and Granite 4 none of whose layers is a state space.
 
     Files of the latter tell sizes of these all the same, and one of experts that there are not.
     """
-    meta = facts.metadata
-    meta.expect("rope.scaling.finetuned", True)  # otherwise nothing rotates
-    meta.ignore(*SPACE_SIZES, "expert_shared_feed_forward_length")
+    _expect_rotation(facts)
+    facts.metadata.ignore(*SPACE_SIZES, "expert_shared_feed_forward_length")
     return multiplied(facts, "GraniteForCausalLM") | biases(facts)
+
+
+def _minicpm(facts: Facts) -> Values:
+    """MiniCPM of the first, second and fourth generation: Granite's layers and multipliers."""
+    for key in ("embedding_scale", "residual_scale", "logit_scale"):  # which older files lack
+        facts.metadata.require(key, float)
+    return multiplied(facts, "GraniteForCausalLM")
 
 
 def _granite_moe(facts: Facts) -> Values:
     if not facts.metadata.get("expert_count", int, 0):
         return _granite(facts)
-    facts.metadata.expect("rope.scaling.finetuned", True)
+    _expect_rotation(facts)
     facts.metadata.expect("expert_weights_norm", True)
     facts.metadata.ignore(*SPACE_SIZES)
     shared = facts.metadata.get("expert_shared_feed_forward_length", int, 0)
@@ -214,7 +234,7 @@ def _granite_moe(facts: Facts) -> Values:
     values = multiplied(facts, model) | experts(facts, "num_local_experts")
     if shared:
         values["shared_intermediate_size"] = shared
-    return values | {"attention_bias": facts.has("blk.0.attn_q.bias")}
+    return values | {"attention_bias": facts.has_qkv_bias()}
 
 
 def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
@@ -227,7 +247,7 @@ def _corrected(facts: Facts, model: str, *, partial: bool = False) -> Values:
     values = common(facts, model, partial=partial, size=None if dense else 1)
     further = facts.further_layers()
     return values | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "num_hidden_layers": values["num_hidden_layers"] - further,
         "n_group": facts.count("expert_group_count", 1),
         "topk_group": facts.count("expert_group_used_count", 1),
@@ -248,7 +268,7 @@ def _dots1(facts: Facts) -> Values:
 
 
 def _ernie(facts: Facts) -> Values:
-    return common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has("blk.0.attn_q.bias")}
+    return common(facts, "Ernie4_5ForCausalLM") | {"use_bias": facts.has_qkv_bias()}
 
 
 def _glm4_moe(facts: Facts) -> Values:
@@ -281,7 +301,7 @@ def _olmoe(facts: Facts) -> Values:
 
 def _seed_oss(facts: Facts) -> Values:
     return common(facts, "SeedOssForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "attention_out_bias": facts.has("blk.0.attn_output.bias"),
     }
 
@@ -293,18 +313,22 @@ def _smollm3(facts: Facts) -> Values:
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "afmoe": Architecture(recent.afmoe),
+    "apertus": Architecture(dense.apertus),
     "arcee": Architecture(_arcee, neighbours=True),
+    "chatglm": Architecture(dense.chatglm),
     "cohere2": Architecture(recent.cohere2),
     "command-r": Architecture(recent.command_r),
     "deepseek2": Architecture(recent.deepseek2),
     "dots1": Architecture(_dots1),
     "ernie4_5": Architecture(_ernie),
     "ernie4_5-moe": Architecture(recent.ernie_moe),
+    "exaone": Architecture(_llama),
     "exaone-moe": Architecture(recent.exaone_moe),
     "exaone4": Architecture(recent.exaone4),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
     "gemma4": Architecture(gemma4.gemma4),
+    "glm4": Architecture(dense.glm4),
     "glm4moe": Architecture(_glm4_moe),
     "gpt-oss": Architecture(_gpt_oss),
     "gptneox": Architecture(_gpt_neox),
@@ -313,10 +337,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granitemoe": Architecture(_granite_moe, neighbours=True),
     "hunyuan-dense": Architecture(recent.hunyuan),
     "hunyuan-moe": Architecture(recent.hunyuan_moe),
+    "internlm2": Architecture(_llama, neighbours=True),
     "lfm2": Architecture(states.lfm2),
     "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
+    "minicpm": Architecture(_minicpm, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
+    "mistral3": Architecture(dense.mistral3, neighbours=True),
     "nemotron": Architecture(_nemotron),
     "nemotron_h": Architecture(states.nemotron_h),
     "nemotron_h_moe": Architecture(states.nemotron_h),
@@ -326,11 +353,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "phi3": Architecture(_phi3),
     "qwen2": Architecture(_qwen2),
     "qwen2moe": Architecture(_qwen2_moe),
+    "qwen2vl": Architecture(dense.qwen2_vl),
     "qwen3": Architecture(_qwen3),
     "qwen3moe": Architecture(_qwen3_moe),
     "qwen35": Architecture(states.qwen3_5, tiled=True),
     "qwen35moe": Architecture(states.qwen3_5_moe, tiled=True),
     "qwen3next": Architecture(states.qwen3_next),
+    "qwen3vl": Architecture(dense.qwen3_vl),
     "seed_oss": Architecture(_seed_oss),
     "smollm3": Architecture(_smollm3, neighbours=True),
     "stablelm": Architecture(_stablelm),

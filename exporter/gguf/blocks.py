@@ -19,6 +19,7 @@ from onnxport.errors import CheckpointError
 from onnxport.exporter import mxfp4
 
 MXFP4: Final = "MXFP4"
+STEP_BLOCK: Final = 32  # numbers that share a scale, in every type that has `BlockType.bits`
 
 _SCALE_BYTES: Final = 2  # float16, ahead of a block's numbers
 _PLAIN: Final[Mapping[str, np.dtype[Any]]] = {
@@ -35,7 +36,7 @@ class BlockType:
     name: str
     size: int  # numbers of a block
     num_bytes: int  # of a block
-    bits: int | None = None  # of the multiples of its one scale; None: it is not so made
+    bits: int | None = None  # that hold the multiples of its one scale; None: it is not so made
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of so many numbers, which are whole blocks."""
@@ -51,7 +52,7 @@ TYPES: Final[Mapping[int, BlockType]] = {
     6: BlockType("Q5_0", 32, 22, bits=5),
     7: BlockType("Q5_1", 32, 24),
     8: BlockType("Q8_0", 32, 34, bits=8),
-    9: BlockType("Q8_1", 32, 40),
+    9: BlockType("Q8_1", 32, 36),
     10: BlockType("Q2_K", 256, 84),
     11: BlockType("Q3_K", 256, 110),
     12: BlockType("Q4_K", 256, 144),
@@ -77,7 +78,8 @@ TYPES: Final[Mapping[int, BlockType]] = {
     35: BlockType("TQ2_0", 256, 66),
     39: BlockType(MXFP4, 32, 17),
     40: BlockType("NVFP4", 64, 36),
-    41: BlockType("Q1_0", 128, 18),
+    41: BlockType("Q1_0", 128, 18, bits=4),
+    42: BlockType("Q2_0", 64, 18, bits=4),
 }
 BY_NAME: Final[Mapping[str, BlockType]] = {one.name: one for one in TYPES.values()}
 
@@ -85,7 +87,7 @@ BY_NAME: Final[Mapping[str, BlockType]] = {one.name: one for one in TYPES.values
 _UNEVEN: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
-_OWN: Final = frozenset({*_PLAIN, "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", MXFP4})
+_OWN: Final = frozenset({*_PLAIN, "Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", MXFP4})
 
 
 def check_decodable(name: str, tensor: str) -> None:
@@ -130,23 +132,25 @@ def decode(name: str, tensor: str, data: NDArray[np.uint8]) -> NDArray[Any]:
             return found
         blocks = data.reshape(len(data), -1, BY_NAME[name].num_bytes)
         numbers = _levels(name, blocks[..., _SCALE_BYTES:]).astype(np.float32)
+        numbers = numbers.reshape(len(data), -1, STEP_BLOCK)
         numbers *= steps(name, data)[..., None]
     return numbers.reshape(len(data), -1)
 
 
 def steps(name: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """What the numbers of each block are multiples of; of a type that has `bits`.
+    """What the numbers of each 32 of a row are multiples of; of a type that has `bits`.
 
     Args:
         name: The type.
         data: uint8 [rows, bytes of a row].
 
     Returns:
-        float32 [rows, blocks].
+        float32 [rows, columns / 32].
     """
-    blocks = data.reshape(len(data), -1, BY_NAME[name].num_bytes)
-    scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view("<f2")
-    return scales[..., 0].astype(np.float32)
+    kind = BY_NAME[name]
+    blocks = data.reshape(len(data), -1, kind.num_bytes)
+    scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view("<f2")[..., 0]
+    return np.repeat(scales.astype(np.float32), kind.size // STEP_BLOCK, axis=1)
 
 
 def mxfp4_blocks(data: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -166,6 +170,12 @@ def _levels(name: str, blocks: NDArray[np.uint8]) -> NDArray[np.int8]:
     if name == "Q8_0":
         signed = blocks.view(np.int8)
         return signed
+    if name == "Q1_0":
+        signed = np.unpackbits(blocks, axis=-1, bitorder="little").view(np.int8)
+        return 2 * signed - np.int8(1)
+    if name == "Q2_0":
+        signed = (blocks[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).view(np.int8)
+        return signed.reshape(*blocks.shape[:-1], -1) - np.int8(1)
     packed = blocks[..., -16:]
     levels = np.concatenate([packed & 15, packed >> 4], axis=-1)
     if name == "IQ4_NL":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -25,11 +25,24 @@ from onnxport.exporter.gguf.layouts import (
 )
 from onnxport.exporter.gguf.orders import Order
 from onnxport.exporter.packed import PackedMatrix
-from onnxport.exporter.shard import DTYPES, Shard
+from onnxport.exporter.shard import DTYPES, Shard, StoredTensor
 
 _BLOCK: Final = 32  # numbers that share a scale, in every type of blocks or in parts of its blocks
 _VECTORS: Final = (DECAYS, SKIPS, SPACE_NORM)  # which state spaces have as matrices
 _ONE_ROW: Final = "ffn_gate_inp_shexp.weight"  # a matrix of one row, whose first dimension is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The rows of a tensor that are heads' with neighbouring channels rotated together."""
+
+    count: int
+    size: int  # rows of each; what is behind the last one is not turned
+
+    @property
+    def rows(self) -> int:
+        """Of all."""
+        return self.count * self.size
 
 
 class GgufCheckpoint(Checkpoint):
@@ -38,17 +51,19 @@ class GgufCheckpoint(Checkpoint):
     def __init__(
         self,
         shards: Iterable[Shard],
-        turned: Mapping[str, int],
+        turned: Mapping[str, Heads],
         orders: Mapping[str, Order] | None = None,
+        values: Mapping[str, NDArray[np.float32]] | None = None,
     ) -> None:
         """Join `shards`.
 
         Args:
             shards: The files.
-            turned: Heads of each tensor whose rows are those of heads with neighbouring channels
-                rotated together. They are read in the order of all other checkpoints, in which
-                a channel of the first half of a head is rotated with one of the second.
+            turned: Tensors with rows of heads with neighbouring channels rotated together. They are
+                read in the order of all other checkpoints, in which a channel of the first half of
+                a head is rotated with one of the second.
             orders: Tensors whose rows or columns are in another order; None: there are none.
+            values: Tensors that are not in the files, for their metadata have them; None: none.
 
         Raises:
             CheckpointError: Two of the files hold the same tensor, or the type of one cannot be
@@ -82,6 +97,9 @@ class GgufCheckpoint(Checkpoint):
         for name in tuple(self._tensors):
             if name.endswith(GATE_BIAS):
                 self._join(name, name.removesuffix(GATE_BIAS))
+        self._values = values or {}
+        for name, one in self._values.items():
+            self._tensors[name] = StoredTensor(name, "F32", one.shape, 0, one.nbytes)
 
     def _join(self, gate: str, prefix: str) -> None:
         """Make one vector of the biases of gate and of up, whose numbers take turns in it."""
@@ -126,6 +144,8 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str) -> NDArray[Any]:
         """Read one tensor whole, in its shape; see `read_rows`."""
         shape = self._tensors[name].shape
+        if name in self._values:
+            return self._values[name]
         if name in self._joined:
             rows, dtype = math.prod(shape[:-1]), self._tensors[name].dtype
             halves = [
@@ -142,7 +162,10 @@ class GgufCheckpoint(Checkpoint):
         if name.endswith(DECAYS):
             return self._log_of_decays(name, to_float32(values))
         heads = self._turned.get(name)
-        return values if heads is None else _halves(values, heads).ravel()
+        if heads is None:
+            return values
+        turned = _halves(values[: heads.rows], heads.count)
+        return np.concatenate([turned, values[heads.rows :]])
 
     def _log_of_decays(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """What other checkpoints have. Raises CheckpointError where that is no number."""
@@ -188,12 +211,14 @@ class GgufCheckpoint(Checkpoint):
         if (order := self._orders.get(name)) is not None:
             return self._ordered(name, order, start, stop)
         heads = self._turned.get(name)
-        if heads is None:
+        if heads is None or start >= heads.rows:
             return self._data(name, start, stop)
-        size = self._tensors[name].shape[0] // heads
-        first, last = start // size, -(-stop // size)
-        whole = self._data(name, first * size, last * size)
-        return _halves(whole, last - first)[start - first * size : stop - first * size]
+        if stop > heads.rows:
+            inside = self._load_rows(name, start, heads.rows)
+            return np.concatenate([inside, self._data(name, heads.rows, stop)])
+        first, last = start // heads.size, -(-stop // heads.size)
+        whole = self._data(name, first * heads.size, last * heads.size)
+        return _halves(whole, last - first)[start - first * heads.size :][: stop - start]
 
     def _ordered(self, name: str, order: Order, start: int, stop: int) -> NDArray[np.uint8]:
         """Rows as they are stored, in the order of others; so are blocks that are kept."""

@@ -90,7 +90,7 @@ def multiplied(facts: Facts, model: str, **differences: Any) -> Values:
 def biases(facts: Facts) -> Values:
     """Which projections have biases, as tensors tell."""
     return {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "mlp_bias": facts.has("blk.0.ffn_down.bias"),
     }
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.gguf.layouts import ROUTER
+from onnxport.exporter.gguf.layouts import QKV, ROUTER
 from onnxport.exporter.gguf.metadata import Metadata
 
 FURTHER: Final = "nextn_predict_layers"
+_FIRST: Final = "blk.0."
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,15 @@ class Facts:
     def has(self, tensor: str) -> bool:
         """Whether a tensor is there."""
         return tensor in self.shapes
+
+    @property
+    def joins_qkv(self) -> bool:
+        """Whether queries, keys and values of the first layer are one product, of one tensor."""
+        return self.has(f"{_FIRST}{QKV}.weight")
+
+    def has_qkv_bias(self) -> bool:
+        """Whether queries of the first layer have biases."""
+        return self.has(f"{_FIRST}{QKV}.bias") or self.has(f"{_FIRST}attn_q.bias")
 
     def count(self, key: str, default: int | None = None) -> int:
         """How many there are of something, at least 1; None: the file has to say so.

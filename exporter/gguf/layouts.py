@@ -21,6 +21,8 @@ GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 GATE_UP: Final = "ffn_gate_up_exps.weight"  # of gate and up of all experts
 ROUTER: Final = "ffn_gate_inp.weight"
 CORRECTION: Final = "exp_probs_b.bias"
+SCORE_ROWS: Final = "cls.output.weight"  # of models that judge pairs
+QKV: Final = "attn_qkv"  # one product of queries, keys and values
 DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
 SKIPS: Final = "ssm_d"
 SPACE_NORM: Final = "ssm_norm.weight"
@@ -46,9 +48,11 @@ LAYOUT: Final = TensorNames(
     shared_gate_up=("ffn_gate_shexp", "ffn_up_shexp"),
     shared_down=("ffn_down_shexp",),
     shared_gate="ffn_gate_inp_shexp",
+    activation="xielu.",
     o_norm="post_attention_norm.weight",
     down_norm="post_ffw_norm.weight",
-    ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS),  # which tables of the RoPE are made of
+    # Of which tables of the RoPE are made, and a score head.
+    ignored=(ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS, SCORE_ROWS),
 )
 _CONVOLUTIONS: Final[Mapping[str, Any]] = {
     "final_norm": "token_embd_norm.weight",
@@ -59,7 +63,7 @@ _CONVOLUTIONS: Final[Mapping[str, Any]] = {
 }
 _DELTA_NETS: Final[Mapping[str, Any]] = {
     "post_norm": "post_attention_norm.weight",
-    "linear_in": ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
+    "linear_in": (QKV, "attn_gate", "ssm_beta", "ssm_alpha"),
     "linear_conv": "ssm_conv1d.weight",
     "linear_a_log": DECAYS,
     "linear_dt_bias": "ssm_dt.bias",
@@ -104,6 +108,7 @@ _GEMMA4: Final[Mapping[str, Any]] = {
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
+    **{name: {"gate_up": ("ffn_up",)} for name in ("chatglm", "glm4")},
     "deepseek2": {
         "latent_q": "attn_q",
         "latent_q_a": "attn_q_a",
@@ -131,11 +136,15 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
     "qwen35": _DELTA_NETS,
     "qwen35moe": _DELTA_NETS,
-    "qwen3next": {**_DELTA_NETS, "linear_in": ("attn_qkv", "attn_gate", "ssm_ba")},
+    "qwen3next": {**_DELTA_NETS, "linear_in": (QKV, "attn_gate", "ssm_ba")},
     "seed_oss": {"post_norm": "post_attention_norm.weight"},
 }
 
 
-def layout(architecture: str) -> TensorNames:
-    """The names of an architecture's tensors."""
-    return replace(LAYOUT, **_OTHERS.get(architecture, {}))
+def layout(architecture: str, *, joins_qkv: bool) -> TensorNames:
+    """The names of an architecture's tensors; of a file whose first layer joins queries with keys.
+
+    Of architectures with delta nets those of attention never are: what is joined is others'.
+    """
+    names = replace(LAYOUT, **_OTHERS.get(architecture, {}))
+    return replace(names, qkv=(QKV,)) if joins_qkv and QKV not in names.linear_in else names

@@ -16,12 +16,14 @@ from onnxport.exporter.embedding import gguf_pooling
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.gguf import blocks
 from onnxport.exporter.gguf.architectures import read_config
-from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
+from onnxport.exporter.gguf.checkpoint import GgufCheckpoint, Heads
+from onnxport.exporter.gguf.dense import activations
 from onnxport.exporter.gguf.facts import FURTHER, Facts
-from onnxport.exporter.gguf.layouts import GATE_UP, layout
+from onnxport.exporter.gguf.layouts import GATE_UP, QKV, layout
 from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.orders import orders
 from onnxport.exporter.gguf.parts import parts_of
+from onnxport.exporter.gguf.reranker import POOLING, RANK, score_head
 from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.gguf.tokenizer import write_files
 from onnxport.exporter.gguf.vocabulary import check_count, read_ends
@@ -60,16 +62,18 @@ class GgufModel:
                 name: tensor.shape for one in self._shards for name, tensor in one.tensors.items()
             }
             self.embedding = _embedding(self._metadata)
-            architecture, values = read_config(Facts(self._metadata, shapes, self._numbers))
+            self._facts = Facts(self._metadata, shapes, self._numbers)
+            architecture, values = read_config(self._facts)
         except BaseException:
             self.close()
             raise
         self._architecture = architecture
         self.config = Config(values, path)
         self._vocab_size: int = values["vocab_size"]
-        names, layers = layout(self._metadata.architecture), values["num_hidden_layers"]
+        names = layout(self._metadata.architecture, joins_qkv=self._facts.joins_qkv)
         if any(name.endswith(GATE_UP) for name in shapes):
             names = replace(names, expert_gate_up=(GATE_UP,))
+        layers = values["num_hidden_layers"]
         further = range(layers, layers + self._metadata.get(FURTHER, int, 0))
         self.names: TensorNames = replace(names, further=tuple(map(names.layer.format, further)))
 
@@ -101,16 +105,19 @@ class GgufModel:
         return "int8" if _MOST_FOR_INT4 < self.bits < _LEAST_PLAIN else "int4"
 
     def open(self, spec: ArchSpec) -> GgufCheckpoint:
-        """The weights. Raises CheckpointError where they cannot be decoded."""
-        turned: dict[str, int] = {}
-        if self._architecture.neighbours:
-            for layer in range(spec.num_layers):
-                prefix = self.names.layer.format(layer)
-                for kind in ("weight", "bias"):
-                    turned[f"{prefix}attn_q.{kind}"] = spec.num_heads
-                    turned[f"{prefix}attn_k.{kind}"] = spec.num_kv_heads
+        """The weights. Raises CheckpointError where they are not there, or cannot be decoded."""
+        turned: dict[str, Heads] = {}
+        counts = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
+        counts[QKV] = spec.num_heads + spec.num_kv_heads
+        for layer in range(spec.num_layers if self._architecture.neighbours else 0):
+            prefix = self.names.layer.format(layer)
+            for name, count in counts.items():
+                heads = Heads(count, spec.head_size)
+                turned |= {f"{prefix}{name}.{kind}": heads for kind in ("weight", "bias")}
         tiled = orders(spec, self.names) if self._architecture.tiled else {}
-        return GgufCheckpoint(self._shards, turned, tiled)
+        own = self.names.layer + self.names.activation
+        values = activations(self._metadata, spec.num_layers, own) | score_head(self._facts)
+        return GgufCheckpoint(self._shards, turned, tiled, values)
 
     def write_files(self) -> Path:
         """Write tokenizer, templates and generation settings to a folder, which `close` removes.
@@ -172,8 +179,10 @@ class GgufModel:
 
 
 def _embedding(metadata: Metadata) -> EmbeddingSpec | None:
-    key = "pooling_type"
-    return gguf_pooling(metadata.get(key, int, 0), f"{metadata.path}: {metadata.name(key)}")
+    told = metadata.get(POOLING, int, 0)
+    if told == RANK and metadata.architecture == "qwen3":
+        return None  # it judges pairs
+    return gguf_pooling(told, f"{metadata.path}: {metadata.name(POOLING)}")
 
 
 def _whole(shard: GgufShard, key: str, default: int) -> int:

@@ -45,8 +45,10 @@ def afmoe(facts: Facts) -> Values:
 
 
 def command_r(facts: Facts) -> Values:
-    """Command R; those with norms of queries and keys have tensors that are refused."""
-    return _cohere(facts, "CohereForCausalLM")
+    """Command R and R+, which has norms of queries and keys."""
+    return _cohere(facts, "CohereForCausalLM") | {
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+    }
 
 
 def cohere2(facts: Facts) -> Values:
@@ -60,7 +62,7 @@ def cohere2(facts: Facts) -> Values:
 def _cohere(facts: Facts, model: str) -> Values:
     values = common(facts, model, norm=LAYER_NORM, epsilon="layer_norm_eps")
     return values | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
         "logit_scale": facts.metadata.require("logit_scale", float),
     }
 
@@ -171,7 +173,7 @@ def ernie_moe(facts: Facts) -> Values:
     # Which is not what it says: the layer beside experts is as large as so many of them.
     meta.get("expert_shared_feed_forward_length", int, 0)
     return common(facts, "Ernie4_5_MoeForCausalLM") | {
-        "use_bias": facts.has("blk.0.attn_q.bias"),
+        "use_bias": facts.has_qkv_bias(),
         "moe_num_experts": facts.num_experts(),
         "moe_k": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
@@ -220,9 +222,15 @@ def exaone_moe(facts: Facts) -> Values:
 
 
 def hunyuan(facts: Facts) -> Values:
-    """HunYuan, dense; `alpha` is in the base of its RoPE already."""
+    """HunYuan, dense; `alpha` is in the base of its RoPE already.
+
+    Published configurations tell of one expert, which is the feed-forward layer that there is.
+    """
+    for key in ("expert_count", "expert_used_count"):
+        if facts.metadata.get(key, int, 0):
+            facts.metadata.expect(key, 1)
     return common(facts, "HunYuanDenseV1ForCausalLM") | {
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
     }
 
 
@@ -238,7 +246,7 @@ def hunyuan_moe(facts: Facts) -> Values:
     per_token = values.pop("num_experts_per_tok")
     return values | {
         "moe_topk": per_token,
-        "attention_bias": facts.has("blk.0.attn_q.bias"),
+        "attention_bias": facts.has_qkv_bias(),
     }
 
 
@@ -259,7 +267,7 @@ def minimax_m2(facts: Facts) -> Values:
 def olmo2(facts: Facts) -> Values:
     """OLMo 2, and with windows OLMo 3, whose layers with one have RoPE as it is, unscaled."""
     values = common(facts, "Olmo2ForCausalLM")
-    values["attention_bias"] = facts.has("blk.0.attn_q.bias")
+    values["attention_bias"] = facts.has_qkv_bias()
     window = facts.metadata.get(_WINDOW, int, 0)
     if not window:
         return values

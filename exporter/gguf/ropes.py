@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
@@ -12,6 +13,7 @@ ORIGINAL: Final = "rope.scaling.original_context_length"
 
 _KINDS: Final = ("none", "linear", "yarn", "longrope")
 _MAGNITUDE: Final = "rope.scaling.attn_factor"
+_TOLD: Final = "rope.scaling.yarn_attn_factor"
 _SPEEDS: Final = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
@@ -54,6 +56,7 @@ def rope_parameters(facts: Facts, head_size: int, *, partial: bool = False) -> d
         found["original_max_position_embeddings"] = meta.require(ORIGINAL, int)
         given = {name: meta.get(key, float, None) for name, key in _SPEEDS.items()}
         given["attn_factor"] = magnitude
+        _check_magnitude(facts, factor)
         return found | {name: value for name, value in given.items() if value is not None}
     if magnitude not in (None, 1.0):
         raise UnsupportedModelError(
@@ -61,6 +64,22 @@ def rope_parameters(facts: Facts, head_size: int, *, partial: bool = False) -> d
             "supported is that of yarn and longrope. Export the original checkpoint."
         )
     return found if factor == 1 else found | {"rope_type": kind, "factor": factor}
+
+
+def _check_magnitude(facts: Facts, factor: float) -> None:
+    """Refuse what is called yarn's magnitude, where it is not the one that yarn has anyway.
+
+    The converter writes two keys of `config.json` as this one, of which one is the whole magnitude
+    and the other a factor of it, and llama.cpp reads neither.
+    """
+    own = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    told = facts.metadata.get(_TOLD, float, 1.0)
+    if told != 1.0 and not math.isclose(told, own, rel_tol=1e-4):
+        raise UnsupportedModelError(
+            f"{facts.metadata.path}: {facts.metadata.name(_TOLD)} is {told}, which may be all of "
+            f"yarn's magnitude or a factor of it; supported is {own:.6g}, which it is by itself. "
+            "Export the original checkpoint."
+        )
 
 
 def _kind(facts: Facts) -> tuple[str, float]:

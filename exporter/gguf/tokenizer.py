@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.gguf.reranker import pair_template
 from onnxport.exporter.gguf.roles import CONTROL, USER_DEFINED
 from onnxport.exporter.gguf.splits import SPLITS, Split
 from onnxport.exporter.gguf.vocabulary import (
@@ -22,7 +23,7 @@ from onnxport.exporter.gguf.vocabulary import (
     UNUSED,
     Vocabulary,
 )
-from onnxport.exporter.source import TEMPLATE_FOLDER
+from onnxport.exporter.source import PAIRS, TEMPLATE_FOLDER
 
 _TEMPLATE: Final = "tokenizer.chat_template"
 _TEMPLATE_NAME: Final = re.compile(r"[\w.-]{1,100}", re.ASCII)  # which becomes a file's
@@ -303,7 +304,8 @@ def _write_templates(values: Mapping[str, Any], path: Path, folder: Path) -> Non
             )
         if name:
             (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-            (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_text(text, encoding="utf-8")
+            written = pair_template(text) if name == PAIRS else text
+            (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_text(written, encoding="utf-8")
         else:
             (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
 

@@ -40,6 +40,8 @@ VISION: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model"},
     "gemma4": {"num_key_value_heads": 2, "head_dim": 8},
     "mistral3": {"model_type": "pixtral", "head_dim": 8},
+    "qwen2_5_vl": {**_QWEN_VISION, "hidden_size": 32, "window_size": 28},
+    "qwen3_vl": {**_QWEN_VISION, "hidden_size": 32, "deepstack_visual_indexes": [0]},
     "qwen3_5": _QWEN_VISION,
     "qwen3_5_moe": _QWEN_VISION,
 }

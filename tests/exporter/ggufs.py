@@ -178,6 +178,7 @@ SCALES: Mapping[Kind, tuple[int, ...]] = {
     Kind.IQ3_S: (0,),
     Kind.IQ1_S: (0,),
     Kind.IQ4_NL: (0,),
+    Kind.Q1_0: (0,),
     Kind.IQ4_XS: (0,),
     Kind.IQ1_M: (),
     Kind.NVFP4: (),  # scales of 8 bits, which are all numbers

@@ -302,6 +302,19 @@ def test_blocks_are_kept_bit_by_bit(
     np.testing.assert_array_equal(stored(artifact, "layers.0.down"), down)
 
 
+def test_bits_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which the package gguf cannot decode, and whose blocks are larger than those of artifacts."""
+    path = made(tmp_path, Kind.Q1_0, **WIDE)
+    with caplog.at_level(logging.INFO):
+        artifact = Artifact.read(export_model(path, tmp_path / "artifact"))
+    assert "quantized again" not in caplog.text
+    assert (artifact.manifest.precision, artifact.manifest.group_size) == ("int4", 32)
+    with GgufCheckpoint([GgufShard(path)], {}) as file:
+        down = file.read("blk.1.ffn_down.weight")
+    assert len(np.unique(np.abs(down))) > 1
+    np.testing.assert_array_equal(stored(artifact, "layers.1.down"), down)
+
+
 def test_experts_are_kept_bit_by_bit(tmp_path: Path) -> None:
     path = made(
         tmp_path,

@@ -55,6 +55,12 @@ def convert(
     return to
 
 
+def package() -> Any:
+    """The converter's package `gguf`."""
+    with _own_modules():
+        return importlib.import_module("gguf")
+
+
 @contextmanager
 def _own_modules() -> Iterator[None]:
     """Let `import gguf` find the converter's, which others must not get, and `conversion` too."""
@@ -78,9 +84,13 @@ def _taken_out() -> dict[str, Any]:
 
 @contextmanager
 def _tokenizers(*, kept: bool) -> Iterator[None]:
-    """Let every model that was imported write its vocabulary, or none."""
+    """Let every model that was imported write its vocabulary, of byte pairs, or none."""
     text_model = importlib.import_module("conversion.base").TextModel
     with ExitStack() as stack:
+        missing = patch.object(
+            text_model, "_create_vocab_sentencepiece", side_effect=FileNotFoundError
+        )
+        stack.enter_context(missing)  # it would import a package for that
         for model in (text_model, *_below(text_model)):
             if "get_vocab_base_pre" in vars(model):
                 stack.enter_context(patch.object(model, "get_vocab_base_pre", lambda *_: "gpt-2"))
