@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 NO_TOKENS = array("q")
 ROW = 100  # small expressions that are looked at together
+# What the library advises there cannot be done by a request.
+NOT_APART = "oneOf constraints are not supported"
+TOLD_INSTEAD = "oneOf has alternatives that are not visibly exclusive; write anyOf"
 NOTHING_FITS = "NoExtension"  # why the library stops where no token may come, and no end either
 
 
@@ -225,7 +228,8 @@ def _matcher(
         matcher.get_error() if matcher.is_error() else "; ".join(matcher.get_grammar_warnings())
     )
     if reason:
-        raise RequestError(f"{name} cannot be compiled: {_short(reason)}", param)
+        told = TOLD_INSTEAD if NOT_APART in reason else _short(reason)
+        raise RequestError(f"{name} cannot be compiled: {told}", param)
     return matcher
 
 

@@ -37,7 +37,14 @@ from onnxport.serving.structured.schema import (
 MOST_COUNTED = 2**31 - 1  # what the compiler counts to; no text is as long
 MOST_REFERRED = 8  # schemas, each of which refers to the next one
 MOST_WRITTEN = 1 << 18  # characters of names that are written or read for `propertyNames`
-_COUNTS = ("maxItems", "maxLength", "maxProperties")
+_COUNTS = (
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "minItems",
+    "minLength",
+    "minProperties",
+)
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
 _FORMATS_OF_NAMES: Mapping[str, str] = {
     "date": (
@@ -369,7 +376,9 @@ def _with_bounds(one: dict[str, Any]) -> None:
                 one[name] = MAX_EXACT * sign
     for name in _COUNTS:
         value = one.get(name)
-        if isinstance(value, int) and value > MOST_COUNTED:
+        if isinstance(value, float) and value.is_integer():
+            one[name] = value = int(value)
+        if isinstance(value, int) and value > MOST_COUNTED and name.startswith("max"):
             one[name] = MOST_COUNTED
 
 

@@ -193,6 +193,18 @@ def test_formats_by_example(name: str, right: str, wrong: str) -> None:
         ({"pattern": "^[--/]*$", "type": "string"}, '"-./"', '"0"'),
         ({"pattern": r"^[^+\-\--]*$", "type": "string"}, '"~"', '"-"'),
         ({"pattern": "^(?![-+~-]).$", "type": "string"}, '"a"', '"-"'),
+        ({"pattern": "^[[a]]$", "type": "string"}, '"[]"', '"a"'),  # ] stands behind the class
+        ({"pattern": "^[^[a]$", "type": "string"}, '"b"', '"["'),
+        ({"pattern": "^.{2}$", "type": "string"}, r'"\t\\"', r'"a\r"'),
+        ({"pattern": "^(.)$", "type": "string"}, r'"\""', '"\u2028"'),
+        ({"pattern": r"^[.]\.$", "type": "string"}, '".."', '"a."'),
+        ({"pattern": r"^(?s:.)$", "type": "string"}, r'"\n"', '"ab"'),
+        ({"pattern": r"^\S+$", "type": "string"}, '"aé"', '"\ufeff"'),
+        ({"pattern": r"^[^\S]$", "type": "string"}, '"\u2028"', '"\u0085"'),
+        ({"pattern": r"^[\s-]$", "type": "string"}, '"-"', '"\u0085"'),
+        ({"pattern": r"^[^\s]$", "type": "string"}, '"a"', '"\ufeff"'),
+        ({"maxLength": 2.0, "minLength": 1.0, "type": "string"}, '"ab"', '"abc"'),
+        ({"maxItems": 1.0, "minItems": 1.0, "type": "array"}, "[1]", "[]"),
         ({"maximum": 1e15, "type": "number"}, "1000000000000000", "1000000000000001"),
         (
             {"maximum": 7788492509897377.0, "type": "number"},
@@ -360,7 +372,6 @@ def test_corners(schema: Any, right: str, wrong: str) -> None:
         ({"pattern": r"^\p{Cc}$"}, "cannot be written"),
         ({"pattern": "^[[:cntrl:]a]$"}, "cannot be written"),
         ({"pattern": r"(?:[\x00-\x0f]|[\x10-\x1f])"}, "cannot be written"),
-        ({"pattern": "[" * 4000 + "\t" + "]" * 4000}, "more than 8 classes"),
         (
             {
                 "allOf": [
@@ -486,7 +497,7 @@ def test_one_of_several_that_constants_tell_apart(
     ],
 )
 def test_one_of_several_that_may_fit_together_is_refused(schema: Any) -> None:
-    with pytest.raises(RequestError, match=r"cannot be compiled: .*oneOf constraints"):
+    with pytest.raises(RequestError, match=r"cannot be compiled: .*oneOf has .* write anyOf"):
         compiled(StructuredOutputs(json=schema))
 
 
