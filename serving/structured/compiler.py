@@ -136,7 +136,7 @@ def compile_grammar(
         alone = [compile_grammar(each, vocabulary, limits) for each in forms]
     elif spec.kind == "structural_tag":
         _check_contents(spec, vocabulary, limits)
-    grammar = grammar_of(spec, vocabulary.texts)
+    grammar = grammar_of(spec, vocabulary.names)
     if spec.kind == "grammar" and is_gbnf(spec.text):
         most = max(limits.max_gbnf_row_items, len(grammar) // 4)
         limits = replace(limits, max_row_items=min(limits.max_row_items, most))
@@ -177,7 +177,7 @@ def _check_contents(spec: StructuredOutputs, vocabulary: Vocabulary, limits: Com
 
     seen: set[str] = set()
     small: list[tuple[str, Content]] = []
-    for each in contents_of(spec, vocabulary.texts):
+    for each in contents_of(spec, vocabulary.names):
         if each.grammar in seen:
             continue
         seen.add(each.grammar)
