@@ -26,6 +26,7 @@ from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.gbnf import TooLargeError, lark_of
+from onnxport.serving.structured.json_text import WHITESPACE
 from onnxport.serving.structured.names import NO_NAMES, TokenNames
 from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -35,11 +36,11 @@ from onnxport.serving.structured.tags import TagWriter
 # Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
 # of it alone. A model chooses how to write it, and the tokenizer is not asked.
 HEAD = '%llguidance {"no_forcing": true}\n'
-# Whitespace between the parts of JSON has an end, or a model may write it for ever. There is no \u,
-# so that each name has one spelling, and no name comes disguised.
+# Whitespace between the parts of JSON has an end, llama.cpp's, or a model may write it for ever. There is
+# no \u, so that each name has one spelling, and no name comes disguised.
 JSON_OPTIONS: Mapping[str, str | bool | None] = {
     "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \t\r\n]{1,32}",
+    "whitespace_pattern": WHITESPACE,
     "lenient": False,
     "coerce_one_of": False,
     "json_allowed_escapes": 'bfnrt"\\',

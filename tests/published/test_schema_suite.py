@@ -95,7 +95,7 @@ def groups(draft: str) -> Iterator[tuple[Any, list[Case]]]:
 
 def checked(grammar: CompiledGrammar, case: Case) -> str:
     """Return what became of a value: "written", "kept out" or "limit"."""
-    compact, wide = spelled(case.value, (",", ":")), spelled(case.value, (", ", " : "), indent=2)
+    compact, wide = spelled(case.value, (",", ":")), spelled(case.value, (",", " : "), indent=2)
     is_written = accepts(grammar, compact)
     assert accepts(grammar, wide) == is_written, case
     if is_written == case.fits:

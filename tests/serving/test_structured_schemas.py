@@ -530,9 +530,12 @@ def test_depth() -> None:
 def test_whitespace() -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     usual = compiled(StructuredOutputs(json=schema))
-    assert accepts(usual, '{\n  "a" : [ 1,\t2 ]\r\n}')
-    assert accepts(usual, "{" + " " * 32 + "}")
-    assert not accepts(usual, "{" + " " * 33 + "}")
+    assert accepts(usual, '{\n  "a" : [ 1,\n\n\t\t2 ]\n}')
+    for most in ("\n" + " " * 20, "\n\n" + "\t" * 20, " "):
+        assert accepts(usual, "{" + most + "}")
+        assert not accepts(usual, "{" + most + " }")
+    assert not accepts(usual, "{\n\n\n}")
+    assert not accepts(usual, "{\t}")
     none = compiled(StructuredOutputs(json=schema, disable_any_whitespace=True))
     assert accepts(none, '{"a":[1,2]}')
     assert not accepts(none, '{"a": 1}')
