@@ -36,8 +36,8 @@ from onnxport.serving.structured.tags import TagWriter
 # Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
 # of it alone. A model chooses how to write it, and the tokenizer is not asked.
 HEAD = '%llguidance {"no_forcing": true}\n'
-# Whitespace between the parts of JSON has an end, llama.cpp's, or a model may write it for ever. There is
-# no \u, so that each name has one spelling, and no name comes disguised.
+# Whitespace between the parts of JSON has an end, llama.cpp's, or a model may write it for ever.
+# There is no \u, so that each name has one spelling, and no name comes disguised.
 JSON_OPTIONS: Mapping[str, str | bool | None] = {
     "whitespace_flexible": True,
     "whitespace_pattern": WHITESPACE,
