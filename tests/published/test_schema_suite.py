@@ -21,6 +21,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.structured import accepts, compiled
+from tests.tiers import every
 
 from .places import SCHEMA_DRAFTS, needs_schema_suite
 
@@ -59,7 +60,7 @@ class Case:
     fits: bool
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", every(len(DRAFTS), DRAFTS))
 def test_schemas_of_the_suite_are_enforced_or_refused(draft: str) -> None:
     found, refused = Counter[str](), list[str]()
     for schema, cases in groups(draft):
