@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
+from onnxport.serving.structured.dependents import with_alternatives
 from onnxport.serving.structured.lookahead import looks_around, without_lookahead
 from onnxport.serving.structured.references import MOST_STEPS, References
 from onnxport.serving.structured.schema import (
@@ -122,6 +123,7 @@ class _Rewriter:
         _with_format(one)
         _without_unevaluated(one)
         moved |= self._with_names(one, old, new)
+        with_alternatives(one)
         _with_patterns(one)
         if _without_texts_of_numbers(one):
             self.narrowed.append(one)

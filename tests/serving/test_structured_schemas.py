@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
@@ -287,9 +288,9 @@ def test_corners(schema: Any, right: str, wrong: str) -> None:
                 "minContains": 1,
                 "maxContains": 1,
                 "propertyNames": {"format": "email"},
-                "dependentRequired": {},
+                "dependentRequired": {"a": "b"},
                 "dependentSchemas": {},
-                "dependencies": {},
+                "dependencies": {"a": {}},
                 "unevaluatedItems": {"type": "null"},
                 "unevaluatedProperties": {"type": "null"},
                 "additionalItems": False,
@@ -509,6 +510,27 @@ def test_compiler_refuses_what_excludes_itself() -> None:
     ):
         with pytest.raises(RequestError, match="cannot be compiled: .*" + reason):
             compiled(StructuredOutputs(json=json.dumps(schema)))
+
+
+@pytest.mark.parametrize("name", ["dependentRequired", "dependencies"])
+def test_properties_that_ask_for_others(name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "integer"} for key in "abcd"},
+        "required": ["d"],
+        "additionalProperties": False,
+        name: {"a": ["b"], "b": ["b", "d"], "c": ["a"], "d": []},
+    }
+    grammar = compiled(StructuredOutputs(json=schema))
+    validator = Draft202012Validator({**schema, "dependentRequired": schema[name]})
+    for keys in chain.from_iterable(combinations("abcd", size) for size in range(5)):
+        value = dict.fromkeys(keys, 1)
+        assert accepts(grammar, json.dumps(value)) == validator.is_valid(value), value
+    assert not accepts(grammar, '{"a": 1, "b": "x", "d": 1}')
+    many = {**schema, name: {f"{one}": ["d"] for one in range(5)}}
+    for wrong in (many, {**schema, "maxProperties": 9}):
+        with pytest.raises(RequestError, match=rf"keyword '{name}'|maxProperties"):
+            StructuredOutputs(json=wrong)
 
 
 def test_depth() -> None:
