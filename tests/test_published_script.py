@@ -60,6 +60,8 @@ def test_only_parts_that_are_needed_are_unpacked(tmp_path: Path) -> None:
         "llama_cpp_python-0/models/other": b"not llama.cpp's",
     }
     (tmp_path / "a.tar.gz").write_bytes(sources(members))
-    published.unpack_sources(tmp_path / "a.tar.gz", tmp_path / "to")
+    published.unpack_sources(
+        tmp_path / "a.tar.gz", tmp_path / "to", "/vendor/llama.cpp/", published.LLAMA_CPP_PARTS
+    )
     found = {str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()}
     assert found == {"a.tar.gz", "to/models/templates/a.jinja", "to/convert_hf_to_gguf.py"}

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 NO_TOKENS = array("q")
 ROW = 100  # small expressions that are looked at together
+# What the library advises there cannot be done by a request.
+NOT_APART = "oneOf constraints are not supported"
+TOLD_INSTEAD = "oneOf has alternatives that are not visibly exclusive; write anyOf"
 NOTHING_FITS = "NoExtension"  # why the library stops where no token may come, and no end either
 
 
@@ -133,7 +136,7 @@ def compile_grammar(
         alone = [compile_grammar(each, vocabulary, limits) for each in forms]
     elif spec.kind == "structural_tag":
         _check_contents(spec, vocabulary, limits)
-    grammar = grammar_of(spec, vocabulary.texts)
+    grammar = grammar_of(spec, vocabulary.names)
     if spec.kind == "grammar" and is_gbnf(spec.text):
         most = max(limits.max_gbnf_row_items, len(grammar) // 4)
         limits = replace(limits, max_row_items=min(limits.max_row_items, most))
@@ -174,7 +177,7 @@ def _check_contents(spec: StructuredOutputs, vocabulary: Vocabulary, limits: Com
 
     seen: set[str] = set()
     small: list[tuple[str, Content]] = []
-    for each in contents_of(spec, vocabulary.texts):
+    for each in contents_of(spec, vocabulary.names):
         if each.grammar in seen:
             continue
         seen.add(each.grammar)
@@ -225,7 +228,8 @@ def _matcher(
         matcher.get_error() if matcher.is_error() else "; ".join(matcher.get_grammar_warnings())
     )
     if reason:
-        raise RequestError(f"{name} cannot be compiled: {_short(reason)}", param)
+        told = TOLD_INSTEAD if NOT_APART in reason else _short(reason)
+        raise RequestError(f"{name} cannot be compiled: {told}", param)
     return matcher
 
 

@@ -1,8 +1,9 @@
-"""What the compiler's formats of dates and times leave open, closed by patterns.
+"""Formats as patterns, where the compiler's own have too much or too little.
 
 llguidance's `date` has a 29 February every year, and its `time` a second 60 in every minute.
 RFC 3339 (sections 5.7 and appendix C) has neither; its leap seconds are left out altogether, and
-so is the year 0000, which many calendars do not have.
+so is the year 0000, which many calendars do not have. Its `ipv6` has no address that ends as one of
+IPv4 does, such as ::ffff:192.0.2.1; that of RFC 3986 (section 3.2.2) has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,17 @@ _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[1357
 _DAY = f"^(?:[0-9]{{4}}-(?:02-(?:[01]|2[0-8])|0[13-9]|1)|{_LEAP_YEAR}-02-29)"
 _YEAR = "^[0-9]{0,3}[1-9]"
 _SECONDS = "^[^:]*:[^:]*:[0-5]"
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HEX = "[0-9A-Fa-f]{1,4}"
+_LAST = rf"(?:{_HEX}:{_HEX}|{_OCTET}(?:\.{_OCTET}){{3}})"  # of 32 bits
+_SHORTENED = "|".join(  # by the most groups of 16 bits that are before ::
+    f"(?:(?:{_HEX}:){{0,{most - 1}}}{_HEX})?::{rest}" if most else f"::{rest}"
+    for most, rest in enumerate(
+        [*(f"(?:{_HEX}:){{{groups}}}{_LAST}" for groups in range(5, -1, -1)), _HEX, ""]
+    )
+)
+_IPV6 = f"^(?:(?:{_HEX}:){{6}}{_LAST}|{_SHORTENED})$"
+REPLACED: Mapping[str, str] = {"ipv6": _IPV6}  # instead of the format
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date": (_DAY, _YEAR),
     "date-time": (_DAY, _YEAR, _SECONDS),
@@ -47,8 +59,8 @@ def _rounded(bound: float, rounding: str) -> float:
 def tightened(schema: Any) -> Any:
     """Return a checked schema as it is compiled.
 
-    There are patterns beside its formats of dates and times, patterns are as `writable` has them,
-    and bounds have no more digits than are compared.
+    There are patterns beside or instead of some of its formats, all patterns are as `writable` has
+    them, and bounds have no more digits than are compared.
     """
     if not isinstance(schema, dict):
         return schema
@@ -67,7 +79,12 @@ def tightened(schema: Any) -> Any:
     if "patternProperties" in result:
         named = result["patternProperties"]
         result["patternProperties"] = {writable(name): one for name, one in named.items()}
-    if patterns := PATTERNS.get(result.get("format", "")):
+    name = result.get("format", "")
+    patterns = PATTERNS.get(name, ())
+    if name in REPLACED:
+        del result["format"]
+        patterns = (REPLACED[name],)
+    if patterns:
         more = [{"pattern": pattern} for pattern in patterns]
         result["allOf"] = [*result.get("allOf", ()), *more]
     return result

@@ -4,13 +4,14 @@ The library's own translation makes of rules without recursion terminals, which 
 characters as they can: of `word "x"` with `word ::= [a-z]+` no text could end. Here a grammar
 without recursion is one terminal as a whole, where nothing follows it; of any other every rule
 stays a rule, and single characters are what is told apart, so that the texts are those of
-llama.cpp. The library reads the grammar.
+llama.cpp. The library reads the grammar; tokens in it, which it does not know, are names to it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from llguidance.gbnf_to_lark import (
     AlternativeNode,
@@ -23,11 +24,23 @@ from llguidance.gbnf_to_lark import (
     SequenceNode,
 )
 
+from onnxport.serving.structured.names import NO_NAMES, TokenNames
+from onnxport.serving.structured.recursion import without_tail_recursion
 from onnxport.serving.structured.repeats import Rules, expanded, own_depth, without_nested
 
 _ESCAPE = re.compile(
-    r"\\(?:u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8})|x(?P<two>[0-9a-fA-F]{2})|.)",
-    re.DOTALL,
+    r"""\\(?:(?P<dash>-)
+    |u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8})|x(?P<two>[0-9a-fA-F]{2})
+    |.)""",
+    re.VERBOSE | re.DOTALL,
+)
+# What stands for itself, and a token, which newer versions of llama.cpp know.
+_ATOM = re.compile(
+    r"""\#[^\r\n]*
+    |"(?:\\.|[^"\\])*"
+    |\[(?:\\.|[^\]\\])*\]
+    |(?P<not>!?)(?P<token><(?:\[(?P<id>[0-9]{1,9})\]|[^>]*)>)""",
+    re.VERBOSE | re.DOTALL,
 )
 _CHARACTER = re.compile(r"\\x..|\\.|.", re.DOTALL)
 _UNQUOTED = re.compile(r'["\\\x00-\x1f\x7f]')
@@ -46,21 +59,40 @@ class TooLargeError(ValueError):
     """A grammar is too large; says how much is allowed."""
 
 
-def lark_of(text: str, *, is_whole: bool = False) -> str:
+@dataclass
+class TokenNode(ASTNode):
+    """A token, or any but one; `told` is how Lark's syntax has it."""
+
+    told: str
+
+    def __str__(self) -> str:
+        return self.told
+
+
+def lark_of(text: str, names: TokenNames = NO_NAMES, *, is_whole: bool = False) -> str:
     """Return a grammar in Lark's syntax.
 
     Args:
         text: in GBNF.
+        names: of tokens.
         is_whole: nothing follows its texts, and nothing else may come instead.
 
     Raises:
         Exception: it is no grammar; says why. Some are the library's own.
     """
+    text, tokens = _with_named_tokens(text, names)
     parsed = GrammarParser().parse(_ESCAPE.sub(_plain, text))
     if "root" not in parsed:
         raise ValueError("it has no rule named root")
-    rules: Rules = {name: _tidied(rule.alternatives, parsed) for name, rule in parsed.items()}
-    if is_whole and (reached := expanded(rules, "root", MOST_IN_TERMINAL)) is not None:
+    known: dict[str, ASTNode | None] = {**dict.fromkeys(parsed), **tokens}
+    rules = without_tail_recursion(
+        {name: _tidied(rule.alternatives, known) for name, rule in parsed.items()}
+    )
+    if (
+        is_whole
+        and not tokens
+        and (reached := expanded(rules, "root", MOST_IN_TERMINAL)) is not None
+    ):
         return _Writer({name: rules[name] for name in reached}, is_terminal=True).written()
     if (levels := sum(map(own_depth, rules.values()))) > MOST_LEVELS:
         raise TooLargeError(
@@ -70,8 +102,35 @@ def lark_of(text: str, *, is_whole: bool = False) -> str:
     return _Writer(without_nested(rules), is_terminal=False).written()
 
 
-def _tidied(node: ASTNode, names: Mapping[str, object]) -> ASTNode:
-    """Return a part of a grammar without groups of one part, and counts of one."""
+def _with_named_tokens(text: str, names: TokenNames) -> tuple[str, Mapping[str, TokenNode]]:
+    """Return a grammar with names instead of tokens, and what each stands for.
+
+    Raises:
+        ValueError: there is no such token, or it is no text's.
+    """
+    tokens: dict[str, TokenNode] = {}
+    prefix = "token"
+    while prefix in text:
+        prefix += "_"
+
+    def named(found: re.Match[str]) -> str:
+        if found["token"] is None:
+            return found[0]
+        told = names.excluding if found["not"] else names.only
+        name = f"{prefix}{len(tokens)}"
+        tokens[name] = TokenNode(told(found["token"], found["id"]))
+        return f" {name} "
+
+    return _ATOM.sub(named, text), tokens
+
+
+def _tidied(node: ASTNode, names: Mapping[str, ASTNode | None]) -> ASTNode:
+    """Return a part of a grammar without groups of one part, and counts of one.
+
+    Args:
+        node: the part.
+        names: of all rules, and of what is no rule and stands for itself.
+    """
     match node:
         case AlternativeNode():
             parts = [_tidied(one, names) for one in node.alternatives]
@@ -96,6 +155,8 @@ def _tidied(node: ASTNode, names: Mapping[str, object]) -> ASTNode:
             return RepetitionNode(inner, node.min_times, node.max_times)
         case RuleRefNode() if node.name not in names:
             raise ValueError(f"there is no rule named {node.name!r}")
+        case RuleRefNode():
+            return names[node.name] or node
         case LiteralNode():
             return LiteralNode("".join(map(_character, _CHARACTER.findall(node.value))))
     return node
@@ -168,6 +229,8 @@ class _Writer:
             case LiteralNode():
                 self._num_parts += len(node.value)
                 return " ".join(map(_quoted, node.value)) or _NOTHING
+            case TokenNode():
+                return node.told
             case RegexNode():
                 return "/(?s:.)/" if node.rx == "." else _class(node.rx)
         raise ValueError(f"it has {node}, which is not known")
@@ -221,6 +284,8 @@ def _character(part: str) -> str:
 
 def _plain(found: re.Match[str]) -> str:
     """Return an escape by number as the library understands it: a short one, or the character."""
+    if found["dash"]:
+        return r"\x2d"
     digits = found["four"] or found["eight"] or found["two"]
     if digits is None:
         return found[0]

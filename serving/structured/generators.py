@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
+from onnxport.serving.structured.dependents import with_alternatives
 from onnxport.serving.structured.lookahead import looks_around, without_lookahead
 from onnxport.serving.structured.references import MOST_STEPS, References
 from onnxport.serving.structured.schema import (
@@ -37,7 +38,14 @@ from onnxport.serving.structured.schema import (
 MOST_COUNTED = 2**31 - 1  # what the compiler counts to; no text is as long
 MOST_REFERRED = 8  # schemas, each of which refers to the next one
 MOST_WRITTEN = 1 << 18  # characters of names that are written or read for `propertyNames`
-_COUNTS = ("maxItems", "maxLength", "maxProperties")
+_COUNTS = (
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "minItems",
+    "minLength",
+    "minProperties",
+)
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
 _FORMATS_OF_NAMES: Mapping[str, str] = {
     "date": (
@@ -115,6 +123,7 @@ class _Rewriter:
         _with_format(one)
         _without_unevaluated(one)
         moved |= self._with_names(one, old, new)
+        with_alternatives(one)
         _with_patterns(one)
         if _without_texts_of_numbers(one):
             self.narrowed.append(one)
@@ -369,7 +378,9 @@ def _with_bounds(one: dict[str, Any]) -> None:
                 one[name] = MAX_EXACT * sign
     for name in _COUNTS:
         value = one.get(name)
-        if isinstance(value, int) and value > MOST_COUNTED:
+        if isinstance(value, float) and value.is_integer():
+            one[name] = value = int(value)
+        if isinstance(value, int) and value > MOST_COUNTED and name.startswith("max"):
             one[name] = MOST_COUNTED
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-MOST_SPACES = 32  # in a row: see JSON_OPTIONS of source.py
+# Between the parts there is one space, or there are ends of lines and an indent.
+MOST_LINES = 2  # ends of them in a row
+MOST_INDENT = 20  # spaces and tabs behind these
+WHITESPACE: Final = rf" |\n{{1,{MOST_LINES}}}[ \t]{{0,{MOST_INDENT}}}"
 
-_SPACES: Final = frozenset(b" \t\r\n")
+_SPACES: Final = frozenset(b" \t\n")
 _DIGITS: Final = frozenset(b"0123456789")
 _ESCAPED: Final = frozenset(b'bfnrt"\\')
 _PLAIN: Final = re.compile(rb'[^"\\\x00-\x1f\x80-\xff]*')  # what leaves a string as it was
@@ -44,13 +47,13 @@ class Place(NamedTuple):
         part: of a string `"`, a backslash behind it if one came, and the bytes of a character that
             is not whole; of a number how far it has come; of a word what is left of it. Empty
             between the parts.
-        spaces: whitespace since the last part.
+        spaces: whitespace since the last part, a tab in it as a space.
     """
 
     opened: str = ""
     due: str = "object"
     part: bytes = b""
-    spaces: int = 0
+    spaces: bytes = b""
 
 
 class JsonText:
@@ -88,12 +91,18 @@ class JsonText:
         """Return what is the same for texts after which the same tokens may come.
 
         A token ends at most `most_closed` lists and objects, and stands then in the one around
-        them; of one more it is known that it is there. The end of the whitespace matters where a
-        token may reach it.
+        them; of one more it is known that it is there. The end of an indent matters where a token
+        may reach it, and ends of lines where one more may come.
         """
         opened = place.opened[-self._most_closed - 2 :]
-        near = place.spaces + self._longest > MOST_SPACES
-        return place._replace(opened=opened, spaces=place.spaces if near else min(place.spaces, 1))
+        spaces = place.spaces
+        lines = spaces.rstrip(b" ")
+        indent = len(spaces) - len(lines)
+        if lines and indent and indent + self._longest <= MOST_INDENT:
+            spaces = b"\n "
+        elif indent and lines:
+            spaces = b"\n" + b" " * indent
+        return place._replace(opened=opened, spaces=spaces)
 
 
 def _inside(place: Place, byte: int) -> Place | None:
@@ -136,13 +145,14 @@ def _in_character(place: Place, pending: bytes) -> Place | None:
 
 def _ended(place: Place) -> Place:
     """Return where a text ends when a part of it has ended."""
-    return place._replace(due=":" if "name" in place.due else ",", part=b"", spaces=0)
+    return place._replace(due=":" if "name" in place.due else ",", part=b"", spaces=b"")
 
 
 def _between(place: Place, byte: int) -> Place | None:
     """Return where a text ends that goes on between the parts."""
     if byte in _SPACES:
-        return place._replace(spaces=place.spaces + 1) if place.spaces < MOST_SPACES else None
+        spaces = _with_space(place.spaces, byte)
+        return None if spaces is None else place._replace(spaces=spaces)
     opened, due = place.opened, place.due
     match chr(byte):
         case "{" if due in ("object", "value", "first value"):
@@ -160,6 +170,16 @@ def _between(place: Place, byte: int) -> Place | None:
         case '"' if due not in (",", ":", "object"):
             return Place(opened, due, b'"')
     return _begun(place, byte) if due in ("value", "first value") else None
+
+
+def _with_space(spaces: bytes, byte: int) -> bytes | None:
+    """Return whitespace that goes on; None: it may not."""
+    if byte == b"\n"[0]:
+        return spaces + b"\n" if spaces in (b"", b"\n") else None
+    if not spaces:
+        return b" " if byte == b" "[0] else None
+    indent = len(spaces) - len(spaces.rstrip(b" "))
+    return spaces + b" " if spaces[0] == b"\n"[0] and indent < MOST_INDENT else None
 
 
 def _begun(place: Place, byte: int) -> Place | None:

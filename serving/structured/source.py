@@ -26,6 +26,8 @@ from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.gbnf import TooLargeError, lark_of
+from onnxport.serving.structured.json_text import WHITESPACE
+from onnxport.serving.structured.names import NO_NAMES, TokenNames
 from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.structural import contents
@@ -34,11 +36,11 @@ from onnxport.serving.structured.tags import TagWriter
 # Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
 # of it alone. A model chooses how to write it, and the tokenizer is not asked.
 HEAD = '%llguidance {"no_forcing": true}\n'
-# Whitespace between the parts of JSON has an end, or a model may write it for ever. There is no \u,
-# so that each name has one spelling, and no name comes disguised.
+# Whitespace between the parts of JSON has an end, llama.cpp's, or a model may write it for ever.
+# There is no \u, so that each name has one spelling, and no name comes disguised.
 JSON_OPTIONS: Mapping[str, str | bool | None] = {
     "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \t\r\n]{1,32}",
+    "whitespace_pattern": WHITESPACE,
     "lenient": False,
     "coerce_one_of": False,
     "json_allowed_escapes": 'bfnrt"\\',
@@ -75,19 +77,20 @@ _IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:(?!:=)", re.MULTILINE)
 CUT = "it ends in a backslash that escapes nothing; write two for a backslash"
 
 
-def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
+def grammar_of(spec: StructuredOutputs, names: TokenNames = NO_NAMES) -> str:
     """Return the grammar that llguidance compiles, in its own syntax, which extends Lark's.
 
     Args:
         spec: the form.
-        texts: of added tokens that are text like any other, whatever brackets they stand in.
+        names: of the model's tokens.
 
     Raises:
         RequestError: the grammar has what would not be obeyed.
     """
     has_names = spec.kind in ("grammar", "structural_tag")
-    form = _with_texts(_form(spec), texts) if has_names else _form(spec)
-    calls = None if spec.calls is None else _with_texts(_form(spec.calls), texts)
+    texts = names.texts
+    form = _with_texts(_form(spec, names), texts) if has_names else _form(spec, names)
+    calls = None if spec.calls is None else _with_texts(_form(spec.calls, names), texts)
     if isinstance(spec.thought, Channels):
         if spec.calls is not None and calls is not None and not spec.calls.has_channels:
             form, calls = _or(calls, form), None
@@ -118,12 +121,12 @@ class Content:
     small: str | None = None
 
 
-def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterator[Content]:
+def contents_of(spec: StructuredOutputs, names: TokenNames = NO_NAMES) -> Iterator[Content]:
     """Yield the contents of a structural tag that may be wrong.
 
     Args:
         spec: the form.
-        texts: as `grammar_of`.
+        names: of the model's tokens.
 
     Raises:
         RequestError: a grammar has what would not be obeyed; says which.
@@ -140,12 +143,12 @@ def contents_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> Iterato
             small = told if _is_small(one["pattern"]) else None
         elif one["type"] == "grammar":
             try:
-                form = _lark(one["grammar"], spec.where)
+                form = _lark(one["grammar"], spec.where, names)
             except RequestError as error:
                 raise RequestError(f"{place}: {error}", spec.where) from error
         else:
             continue
-        yield Content(place, HEAD + _with_texts(form, texts), small)
+        yield Content(place, HEAD + _with_texts(form, names.texts), small)
 
 
 def is_cut(pattern: str) -> bool:
@@ -165,7 +168,7 @@ def _is_small(pattern: str) -> bool:
     return len(pattern) <= SMALL_CHARS and not is_counted_high
 
 
-def _form(spec: StructuredOutputs) -> str:
+def _form(spec: StructuredOutputs, names: TokenNames) -> str:
     """Return the grammar of a text that has no reasoning before it."""
     is_whole = spec.calls is None  # reasoning comes before it
     if spec.kind == "json":
@@ -179,10 +182,10 @@ def _form(spec: StructuredOutputs) -> str:
     if spec.kind == "structural_tag":
         where = spec.where
         writer = TagWriter(
-            _literally, _regex, _with_options, lambda text: _lark(text, where), where
+            _literally, _regex, _with_options, lambda text: _lark(text, where, names), where
         )
         return writer.whole(json.loads(spec.text)["format"])
-    return _lark(spec.text, spec.where, is_whole=is_whole)
+    return _lark(spec.text, spec.where, names, is_whole=is_whole)
 
 
 def _or(*forms: str) -> str:
@@ -253,12 +256,13 @@ def _literally(text: str) -> str:
     )
 
 
-def _lark(text: str, param: str, *, is_whole: bool = False) -> str:
+def _lark(text: str, param: str, names: TokenNames, *, is_whole: bool = False) -> str:
     """Return a checked grammar in Lark's syntax; that of llama.cpp (GBNF) is translated.
 
     Args:
         text: the grammar.
         param: the field of a request that errors name.
+        names: of the model's tokens.
         is_whole: nothing follows its texts, and nothing else may come instead.
 
     Raises:
@@ -273,7 +277,7 @@ def _lark(text: str, param: str, *, is_whole: bool = False) -> str:
             )
         _refuse_options(text, param)
         try:
-            text = lark_of(text, is_whole=is_whole)
+            text = lark_of(text, names, is_whole=is_whole)
         except TooLargeError as error:
             raise RequestError(f"the grammar {error}", param) from error
         except Exception as error:  # the library raises bare Exception

@@ -50,7 +50,7 @@ class StructuredOutputs:
         structural_tag: free text with tags whose content has a form, in either of vLLM's dialects
             (`structural.py`), as a mapping or as JSON text; kept as text, as it is enforced.
         whitespace_pattern: regular expression of the whitespace between the parts of JSON; None:
-            up to 32 spaces, tabs and ends of lines.
+            a space, or up to two ends of lines and an indent.
         disable_any_whitespace: write JSON without any whitespace.
         disable_additional_properties: objects that list properties, and say nothing of others, have
             no others; a schema of which parts cannot be closed is refused.

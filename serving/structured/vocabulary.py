@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.structured.names import NO_NAMES, TokenNames
 from onnxport.serving.tokenizer import byte_alphabet
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Vocabulary:
         has_end: whether a token of the model ends a text; otherwise one beyond
             them all stands for the end.
         longest_token: no token's text has more characters.
-        texts: of added tokens in angle brackets that are text like any other.
+        names: by which grammars may ask for tokens.
         text_ends: end tokens that are text, too, such as an end of a line.
         most_closed: no token's text has more of the brackets that end lists and objects of JSON.
     """
@@ -37,7 +38,7 @@ class Vocabulary:
     has_end: bool
     longest_token: int
     most_closed: int
-    texts: frozenset[str] = frozenset()
+    names: TokenNames = NO_NAMES
     text_ends: tuple[int, ...] = ()
 
     @property
@@ -73,8 +74,9 @@ class Vocabulary:
             ends, size = [size], size + 1
         described = json.loads(tokenizer.to_json())
         names = tokenizer.vocabulary()
-        missing = set(range(ends[-1] + 1)).difference(names.values())
-        described["added_tokens"] += map(_special, sorted(missing))
+        missing = set(range(size)).difference(names.values())
+        below = sorted(one for one in missing if one <= ends[-1])
+        described["added_tokens"] += map(_special, below)
         plain = _make_plain(described, ends)
         text = json.dumps(described)
         try:
@@ -92,7 +94,11 @@ class Vocabulary:
         text_ends = tuple(
             one for one in ends if one < tokenizer.vocab_size and not tokenizer.is_special(one)
         )
-        return cls(tokens, vocab_size, has_end, longest, most_closed, frozenset(plain), text_ends)
+        bracketed = {
+            name: one for name, one in names.items() if name.startswith("<") and name.endswith(">")
+        }
+        told = TokenNames(frozenset(plain), bracketed, vocab_size, frozenset([*ends, *missing]))
+        return cls(tokens, vocab_size, has_end, longest, most_closed, told, text_ends)
 
 
 def _make_plain(described: dict[str, Any], ends: Collection[int]) -> list[str]:

@@ -5,17 +5,29 @@ compiler takes for one that holds every escape, too: for `[^"]` it allows `\"`. 
 characters cannot be written here in any case (`source.JSON_OPTIONS`), so they are taken out of
 negated classes, which changes nothing else; other classes that hold them without `"` and `\` are
 refused.
+
+What the compiler reads in another way than ECMA-262, which JSON Schema asks for, is written in its
+words: `.`, `\s` and `\S`, and `[` in a class. Where Python's `re` or Rust's `regex` differ from
+ECMA-262 about `.` and white space, a text that fits here fits in all three.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping
 
 UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f"
 _OF_SETS = ("&&", "--", "~~")  # what is in both classes, in the first alone, in one of the two
 _BEGUN = re.compile(r"[^-\\][^\[\]^\\-]-")  # a range, behind no other one
-MOST_NESTED = 8  # classes in classes
+# Each as it stands outside of negated classes, and within these. To ECMA-262 U+FEFF is white space,
+# to the compiler and to Python U+0085 is; here neither is any of the two.
+_SPACES: Mapping[str, tuple[str, str]] = {
+    r"\s": (r"[\s--\u{85}]", r"\s\u{feff}"),
+    r"\S": (r"[\S--\u{feff}]", r"\S\u{85}"),
+}
+_DOT = rf"[^\n\r\u{{2028}}\u{{2029}}{UNWRITABLE}]"  # to others \n alone ends a line
+_DOT_ALL = re.compile(r"\(\?[a-zA-Z]*s")  # a flag of others than ECMA-262 that says what . is
 _CONTROLS = [chr(code) for code in (*range(8), *range(0x0E, 0x1C))]  # none is white space
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 _NEGATED_PROPERTY = re.compile(r"\\P(\{[^{}]*\}|[A-Za-z])")
@@ -38,45 +50,56 @@ def writable(pattern: str) -> str:
 
 
 class _Rewriter:
-    """Goes through a pattern, whose classes may be nested."""
+    """Goes through a pattern."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
         self._parts: list[str] = []
-        self._negated: list[bool] = []  # whether each of the classes around this place is
-        self._begin = 0  # of the outermost class
+        self._begin: int | None = None  # of the class around this place
+        self._is_negated = False  # whether that class is
+        self._has_any = _DOT_ALL.search(pattern) is not None
 
     def rewritten(self) -> str:
         """Return the whole."""
         while self._at < len(self._pattern):
             char, pair = self._pattern[self._at], self._pattern[self._at : self._at + 2]
-            found = _control_class(self._pattern, self._at)
-            if found and sum(self._negated) % 2 == 0:  # in no negated class
-                raise ValueError(f"it has {found}, and control characters cannot be written")
-            around = None if self._negated else _AROUND.match(self._pattern, self._at)
-            if around:
-                raise ValueError(
-                    f"it has {around[0]}: neither look-around nor back-references are supported, "
-                    "but for what looks ahead right behind ^; write it in another way"
-                )
+            in_class = self._begin is not None
+            self._refuse(char, pair, in_class=in_class)
             if negated := _NEGATED_PROPERTY.match(self._pattern, self._at):
                 self._copy(negated.end(), rf"[^\p{negated[1]}{UNWRITABLE}]")
+            elif pair in _SPACES:
+                self._copy(self._at + 2, _SPACES[pair][self._is_negated])
             elif char == "\\":
                 self._copy(self._at + 2)
-            elif self._negated and pair == "[:":
+            elif in_class and pair == "[:":
                 self._posix()
+            elif in_class and char == "[":
+                self._copy(self._at + 1, r"\[")
             elif char == "[":
                 self._open()
-            elif self._negated and char == "]":
+            elif in_class and char == "]":
                 self._close()
-            elif self._negated and pair in _OF_SETS and not self._ends_range(pair):
-                raise ValueError(f"it has {pair} in a class, which has two meanings; escape both")
-            elif not self._negated and _CONTROL.match(char):
-                raise ValueError(f"it has the control character {char!r}, which cannot be written")
+            elif char == "." and not in_class and not self._has_any:
+                self._copy(self._at + 1, _DOT)
             else:
                 self._copy(self._at + 1)
         return "".join(self._parts)
+
+    def _refuse(self, char: str, pair: str, *, in_class: bool) -> None:
+        """Raise ValueError for what stands at this place, if it cannot be enforced."""
+        found = _control_class(self._pattern, self._at)
+        if found and not self._is_negated:
+            raise ValueError(f"it has {found}, and control characters cannot be written")
+        if not in_class and (around := _AROUND.match(self._pattern, self._at)):
+            raise ValueError(
+                f"it has {around[0]}: neither look-around nor back-references are supported, "
+                "but for what looks ahead right behind ^; write it in another way"
+            )
+        if in_class and pair in _OF_SETS and not self._ends_range(pair):
+            raise ValueError(f"it has {pair} in a class, which has two meanings; escape both")
+        if not in_class and _CONTROL.match(char):
+            raise ValueError(f"it has the control character {char!r}, which cannot be written")
 
     def _ends_range(self, pair: str) -> bool:
         """Whether a range such as `!-~` ends with the first of two characters."""
@@ -87,13 +110,9 @@ class _Rewriter:
         self._at = end
 
     def _open(self) -> None:
-        if not self._negated:
-            self._begin = self._at
-        if len(self._negated) == MOST_NESTED:
-            raise ValueError(f"it has more than {MOST_NESTED} classes in each other")
-        negated = self._pattern.startswith("[^", self._at)
-        self._negated.append(negated)
-        if negated:
+        self._begin = self._at
+        self._is_negated = self._pattern.startswith("[^", self._at)
+        if self._is_negated:
             self._copy(self._at + 2, f"[^{UNWRITABLE}")
         else:
             self._copy(self._at + 1)
@@ -103,9 +122,9 @@ class _Rewriter:
 
     def _close(self) -> None:
         self._copy(self._at + 1)
-        negated = self._negated.pop()
-        if not self._negated and not negated:
+        if not self._is_negated:
             _check_class(self._pattern[self._begin : self._at])
+        self._begin, self._is_negated = None, False
 
     def _posix(self) -> None:
         end = self._pattern.find(":]", self._at)
@@ -125,32 +144,13 @@ def _control_class(pattern: str, at: int) -> str | None:
     return found[0] if name.strip() in _OF_CONTROLS else None
 
 
-def _outermost(text: str) -> str:
-    """A class without those in it, so that Python sees one class and nothing else."""
-    parts: list[str] = []
-    depth = at = 0
-    while at < len(text):
-        piece = text[at : at + 2] if text[at] == "\\" else text[at]
-        at += len(piece)
-        if piece == "[":
-            depth += 1
-            end = at + text.startswith("^", at)
-            piece += text[at:end] + ("\\]" if text.startswith("]", end) else "")
-            at = end + text.startswith("]", end)
-        if depth == 1:
-            parts.append(piece)
-        if piece == "]":
-            depth -= 1
-    return "".join(parts)
-
-
 def _check_class(text: str) -> None:
     """Refuse a class with control characters, spelled out, that has not both `"` and a backslash.
 
-    Of classes in it nothing is known; what holds none of these characters is left out.
+    What holds none of these characters is left out.
     """
     plain = _CODE.sub(lambda code: rf"\U{int(code[1], 16):08x}", text)
-    plain = _outermost(_POSIX.sub("", _PROPERTY.sub("", plain)))
+    plain = _POSIX.sub("", _PROPERTY.sub("", plain))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of sets in sets

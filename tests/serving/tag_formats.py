@@ -338,7 +338,7 @@ class Formats:
 
     def _text_of_json_schema(self, one: Any, stops: Any) -> str:
         values = list(Instances(one["json_schema"], self.rng.randrange(1 << 20)).some(1))
-        separators = self.rng.choice([(",", ":"), (", ", ": "), (" ,\n", "\t:  ")])
+        separators = self.rng.choice([(",", ":"), (", ", ": "), (" ,\n", "\n\t: ")])
         return json.dumps(values[0], ensure_ascii=False, separators=separators)
 
     def _text_of_regex(self, one: Any, stops: Any) -> str:

@@ -129,7 +129,7 @@ def test_alternatives_of_which_one_may_fit_stay_open(schema: Any) -> None:
     with pytest.raises(RequestError, match="has oneOf, whose alternatives may exclude each other"):
         StructuredOutputs(json=schema, disable_additional_properties=True)
     for strict in (None, True):
-        with pytest.raises(RequestError, match="oneOf constraints"):
+        with pytest.raises(RequestError, match="not visibly exclusive; write anyOf"):
             compiled(StructuredOutputs(json=schema, strict=strict))
 
 

@@ -18,7 +18,8 @@ from onnxport.errors import RequestError
 from onnxport.serving.grammar import GrammarError
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
-from tests.serving.structured import LIMITS, accepts, compiled, tokenizer, vocabulary
+from tests.serving.structured import LIMITS, accepts, compiled, ids_of, tokenizer, vocabulary
+from tests.serving.tokenizers_for_tests import EOS, TOOL
 from tests.tiers import examples
 
 # A part is a text, a list of alternatives, each a list of parts, a name, or a part with counts.
@@ -90,6 +91,8 @@ RECURSIVE = 'nested ::= "<" nested? ">"'  # which makes a grammar rules, and no 
         (r"root ::= [a\x2dc]+", ["a-c"], ["b"]),
         ("root ::= [^+--]", ["*", "."], ["+", ",", "-"]),
         ("root ::= [x^]", ["^"], ["y"]),
+        (r'root ::= [a\-z]+ "\-"', ["az--"], ["b-", "a"]),
+        ('root ::= ... "ab" ..', ["ab🟠abéb"], ["abaab", "abcabc"]),
     ],
 )
 def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: list[str]) -> None:
@@ -115,7 +118,13 @@ def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: 
         ("root ::= []", "is empty"),
         ("root ::= [^]", "is empty"),
         ('root ::= "a"{3,2}', "whose end is less"),
-        ("root ::= <[1000]>", "Expected"),
+        ("root ::= <[1000]>", "there is no token"),
+        ("root ::= !<[1000]>", "there is no token"),
+        ("root ::= <the sea>", "no single token"),
+        (f"root ::= {EOS}", "is an end token"),
+        ("root ::= <[340]>", "or one without a text"),
+        ("root ::= !", "Expected"),
+        ("root ::= <a", "Expected"),
         ("root ::= " + "(" * 5000, "recursion"),
     ],
 )
@@ -205,6 +214,64 @@ def test_repetitions_in_repetitions(grammar: str) -> None:
     limits = replace(LIMITS, max_gbnf_row_items=60)
     spec = StructuredOutputs(grammar=f"{grammar}\n{RECURSIVE}")
     assert accepts(compile_grammar(spec, vocabulary(), limits), PARAGRAPHS)
+
+
+LINES = "line ::= [a-z, ]+"
+
+
+@pytest.mark.parametrize("root", ["nested | lines", "lines"], ids=["rules", "terminal"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        f'lines ::= line "\\n" lines?\n{LINES}',
+        f'lines ::= line "\\n" lines | line "\\n"\n{LINES}',
+        f'lines ::= "" | line "\\n" lines\n{LINES}',
+        f'lines ::= line ("\\n" (lines | ""))?\n{LINES}',
+        f'lines ::= line more\nmore ::= "\\n" rest\nrest ::= lines | ""\n{LINES}',
+        'lines ::= [a-z] lines | other\nother ::= [, ] lines | end\nend ::= "\\n" (lines | end)?',
+    ],
+)
+def test_rules_that_name_themselves_at_their_end(root: str, rules: str) -> None:
+    """A position has as many items after many lines as after few."""
+    limits = replace(LIMITS, max_gbnf_row_items=60)
+    spec = StructuredOutputs(grammar=f"root ::= {root}\n{rules}\n{RECURSIVE}")
+    form = compile_grammar(spec, vocabulary(), limits)
+    assert accepts(form, PARAGRAPHS)
+    assert not accepts(form, PARAGRAPHS + "<")
+    assert not accepts(form, "A" + PARAGRAPHS)
+
+
+def test_tokens() -> None:
+    grammar = "root ::= <[10]> content <[11]>\ncontent ::= (!<[11]>)*"
+    for middle in ([], [5, 6, 7], text_ids("the sea <tool"), [10]):
+        assert takes(grammar, [10, *middle, 11])
+    for wrong in ([10, 11, 11], [10, 5], [*text_ids("the"), 11], [11], [10, 0, 11]):
+        assert not takes(grammar, wrong)
+
+
+def test_tokens_by_their_names() -> None:
+    """Others that spell the same are no such token; of an end there is none either way."""
+    grammar = f'root ::= "a"{TOOL}!{TOOL}{{2}} ("<no>" # <no token>\n)? [<no>]? !{EOS}*'
+    [tool] = text_ids(TOOL)
+    begin = text_ids("a")
+    assert takes(grammar, [*begin, tool, 5, 6])
+    assert takes(grammar, [*begin, tool, 5, 6, *text_ids("<no>n"), tool])
+    assert not takes(grammar, [*begin, tool, 5, tool])
+    assert not takes(grammar, [*begin, *text_ids("<tool"), *text_ids(" call>"), 5, 6])
+    assert not takes(grammar, [*begin, tool, 5, 6, 340])
+
+
+def text_ids(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def takes(grammar: str, ids: list[int]) -> bool:
+    """Whether a text may be these tokens."""
+    sequence = compiled(StructuredOutputs(grammar=grammar)).sequence(0)
+    tokens = array("q", ids)
+    if sequence.num_possible(array("q"), tokens) < len(ids):
+        return False
+    return tokenizer().eos_token_ids <= set(ids_of(sequence.masks(tokens)[0]))
 
 
 def test_what_grows_without_end_ends_soon() -> None:

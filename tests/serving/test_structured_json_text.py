@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from onnxport.serving.structured import sequence
 from onnxport.serving.structured.compiler import CompiledGrammar, compile_grammar
-from onnxport.serving.structured.json_text import MOST_SPACES, JsonText, Place
+from onnxport.serving.structured.json_text import MOST_INDENT, JsonText, Place
 from onnxport.serving.structured.kept import KeptMasks
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
@@ -133,7 +133,8 @@ def key_of(text: str | bytes) -> Place | None:
         (['{"a":tru', '{"a":fals'], ['{"a":true', '{"a":tr', '{"a":nul']),
         (['{"a":null', '{"a":{}', '{"a":""'], ['{"a":[]]', '{"a":[', '{"a":0', '{"a":"']),
         (['{"a":[1,', '{"a":[null,'], ['{"a":[', '{"a":', '{"a":1,', '{"a":[[1,']),
-        (["{} ", "{}\t", "{" + '"a":1} '], ["{}", "{ "]),
+        (["{} ", "{" + '"a":1} '], ["{}", "{ ", "{}\n", "{}\n "]),
+        (["{\n ", "{\n\t", "{\n\n "], ["{ ", "{\n", "{\n\n", "{"]),
     ],
 )
 def test_places(same: list[str], other: list[str]) -> None:
@@ -148,7 +149,8 @@ def test_places(same: list[str], other: list[str]) -> None:
     [
         *('"', "[", "1", "}", "{1", "{,", '{"a",', '{"a":]', '{"a":1]', '{"a":[1}', "{}}", "{},"),
         *('{"\\u', '{"a\n', b'{"\x80', b'{"\xff', b'{"\xc3a', '{"a":01', '{"a":+1', '{"a":1..'),
-        *('{"a":tre', '{"a":nult', '{"a":-,', '{"a":1.}', '{"a":{"b":1,}', "{" + " " * 33),
+        *('{"a":tre', '{"a":nult', '{"a":-,', '{"a":1.}', '{"a":{"b":1,}', "{" + " " * 2),
+        *("{\t", "{\r", "{ \n", "{\n\n\n", "{\n \n", "{\n" + " " * 21, "{\n\n" + "\t" * 21),
     ],
 )
 def test_of_what_is_no_json_nothing_is_known(text: str | bytes) -> None:
@@ -161,10 +163,10 @@ def test_what_no_token_reaches_is_not_told_apart() -> None:
     assert key_of(deep + "[[[") == key_of('{"a":[' + "[[[")
     assert key_of(deep + "[[") != key_of('{"a":' + "[[[[")
     assert key_of(deep + "[{") != key_of(deep + "{[")
-    near = MOST_SPACES - 6
-    spaces = [key_of("{" + " " * number) for number in range(MOST_SPACES + 1)]
+    near = MOST_INDENT - 6
+    spaces = [key_of("{\n" + " " * number) for number in range(MOST_INDENT + 1)]
     assert len(set(spaces[1 : near + 1])) == 1
-    assert len(set(spaces)) == 2 + MOST_SPACES - near
+    assert len(set(spaces)) == 2 + MOST_INDENT - near
 
 
 def test_tokens_tell_how_much_they_end() -> None:

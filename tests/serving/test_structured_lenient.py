@@ -40,7 +40,7 @@ def left_of(schema: Any) -> Any:
                 "maxContains": 2,
                 "nullable": True,
                 "minlength": 3,
-                "dependentRequired": {"a": ["b"]},
+                "dependentSchemas": {"a": {"required": ["b"]}},
                 "$dynamicRef": "#x",
                 "x-guidance": {"lenient": True},
             }.items()
