@@ -25,7 +25,7 @@ from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
-from onnxport.serving.reasoning import AUTO, reasoning_format
+from onnxport.serving.reasoning_formats import AUTO, reasoning_format
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.stats import EngineStats

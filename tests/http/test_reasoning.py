@@ -16,7 +16,7 @@ from openai import OpenAI
 from onnxport.serving.http.generation import Run
 from onnxport.serving.http.reasoning import DeltaSplitter, TextFilter, Thinking
 from onnxport.serving.outputs import CompletionDelta, FinishReason
-from onnxport.serving.reasoning import FORMATS
+from onnxport.serving.reasoning_formats import FORMATS
 
 from .conftest import RunningServer, StartServer, _servers
 from .scripted import CHAT_TEMPLATE, MODEL, say, write_tokenizer

@@ -17,17 +17,13 @@ from onnxport.errors import RequestError
 from onnxport.serving.http.reasoning import ReasoningCounter
 from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.hermes import HERMES
-from onnxport.serving.reasoning import (
-    FORMATS,
-    ReasoningFormat,
-    ReasoningSplitter,
-    Thought,
-    reasoning_format,
-)
+from onnxport.serving.reasoning import ReasoningFormat
+from onnxport.serving.reasoning_formats import FORMATS, reasoning_format
 from onnxport.serving.split import Split
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+from onnxport.serving.thoughts import ReasoningSplitter, Thought
 from onnxport.serving.tokenizer import Tokenizer
 from tests.tiers import examples
 
