@@ -88,12 +88,12 @@ def test_streams_give_text_and_tokens_once() -> None:
     pieces = []
     for at, (char, token_id) in enumerate(zip(text, ids, strict=True)):
         end = "stop" if at == len(text) - 1 else None
-        delta = CompletionDelta(0, text=char, token_ids=(token_id,), finish_reason=end)
+        delta = CompletionDelta("a", 0, char, (token_id,), None, end)
         pieces += splitter.take(delta, counter.add((token_id,)))
     assert "".join(one.delta.text for one in pieces if one.is_thought) == "hm"
     assert "".join(one.delta.text for one in pieces if not one.is_thought) == "yes"
     assert [one for piece in pieces for one in piece.delta.token_ids] == ids
-    assert counter.num_tokens == len("hm<|END_THINKING|>")
+    assert counter.num_tokens == len("hm<|END_THINKING|><")  # the answer has begun behind that
 
 
 def test_a_form_may_be_in_a_frame() -> None:
