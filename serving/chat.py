@@ -78,7 +78,8 @@ class ChatTemplate:
         """Read the templates of a model folder; one without a template gives an empty set.
 
         `chat_template.jinja` wins over the `chat_template` of `tokenizer_config.json`, which is a
-        text or a list of named texts.
+        text or a list of named texts. Those of `additional_chat_templates` have names, too, and may
+        be there without it.
 
         Raises:
             ArtifactError: a file is there but is not what it should be.
@@ -89,8 +90,8 @@ class ChatTemplate:
         sources = _named_templates(entry, folder / TOKENIZER_CONFIG)
         if (folder / TEMPLATE_FILE).is_file():
             sources = {DEFAULT: (folder / TEMPLATE_FILE).read_text(encoding="utf-8")}
-            for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
-                sources[path.stem] = path.read_text(encoding="utf-8")
+        for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
+            sources[path.stem] = path.read_text(encoding="utf-8")
         tokens = _special_tokens(_read_json(folder / SPECIAL_TOKENS)) | _special_tokens(config)
         return cls(sources, tokens)
 

@@ -61,6 +61,13 @@ def effort_variables(
     return variables
 
 
+def is_switched_on(variables: Mapping[str, Any]) -> bool:
+    """Whether variables of a template say that the model is to think."""
+    return any(
+        bool(variables.get(name)) and variables[name] != off for name, (_, off) in SWITCHES.items()
+    )
+
+
 def _off(template: ChatTemplate, reasoning: AnyFormat | None, levels: list[str]) -> str:
     """Return the level at which the prompt ends the thought; "none" where none does."""
     for level in _OFF:

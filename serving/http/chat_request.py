@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.chat import ChatTemplate, check_variables
 from onnxport.serving.defaults import SamplingDefaults
-from onnxport.serving.effort import effort_variables
+from onnxport.serving.effort import effort_variables, is_switched_on
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
     FunctionDefinition,
@@ -157,7 +157,7 @@ class ChatRequest(RequestBody):
     @property
     def tells_reasoning(self) -> bool:
         """Whether the reasoning is wanted: not with no effort, unless thoughts are asked for."""
-        asked = bool((self.chat_template_kwargs or {}).get("enable_thinking"))
+        asked = is_switched_on(self.chat_template_kwargs or {})
         return self.include_reasoning is not False and (self.reasoning_effort != "none" or asked)
 
     def with_effort(self, template: ChatTemplate, reasoning: AnyFormat | None) -> ChatRequest:

@@ -392,6 +392,17 @@ def test_read_additional_templates(tmp_path: Path) -> None:
     assert ChatTemplate.read(tmp_path).render([USER], TOOLS) == "tools"
 
 
+def test_additional_templates_need_no_other_one(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert ChatTemplate.read(tmp_path).render([USER], TOOLS) == "tools"
+    with pytest.raises(RequestError, match=r"only templates named \['tool_use'\]"):
+        ChatTemplate.read(tmp_path).render([USER])
+    write(tmp_path, tokenizer_config={"chat_template": "plain"})
+    assert ChatTemplate.read(tmp_path).render([USER]) == "plain"
+    assert ChatTemplate.read(tmp_path).render([USER], TOOLS) == "tools"
+
+
 def test_read_nothing(tmp_path: Path) -> None:
     assert not ChatTemplate.read(tmp_path)
 
