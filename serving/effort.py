@@ -40,15 +40,9 @@ def effort_variables(
     Raises:
         RequestError: the template has no variable for it.
     """
-    variables = dict(given)
-    switches = {
-        name: values[effort == NO_EFFORT]
-        for name, values in SWITCHES.items()
-        if template.knows(name)
-    }
-    if not switches.keys() & given.keys():  # a template may have two names of one switch
-        variables |= switches
-    levels = [name for name in LEVELS if template.knows(name)]
+    switches = switched(template, effort != NO_EFFORT, {})
+    variables = switched(template, effort != NO_EFFORT, given)
+    levels = known_levels(template)
     if not switches and not levels:
         raise RequestError(
             f"reasoning_effort is {effort!r}, and the model's chat template has no variable for "
@@ -59,6 +53,24 @@ def effort_variables(
         level = effort if effort != NO_EFFORT else _off(template, reasoning, levels)
         variables |= dict.fromkeys(levels, level)
     return variables
+
+
+def known_levels(template: ChatTemplate) -> list[str]:
+    """Return the variables for how much to think that a template reads."""
+    return [name for name in LEVELS if template.knows(name)]
+
+
+def switched(template: ChatTemplate, is_on: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return variables of a request with the switches that its template reads.
+
+    Args:
+        template: of the model.
+        is_on: whether it is to think.
+        given: what the request sets; if it sets a switch, that counts, by whatever name.
+    """
+    known = {name: on if is_on else off for name, (on, off) in SWITCHES.items()}
+    switches = {name: value for name, value in known.items() if template.knows(name)}
+    return dict(given) if switches.keys() & given.keys() else {**given, **switches}
 
 
 def is_switched_on(variables: Mapping[str, Any]) -> bool:

@@ -55,6 +55,7 @@ _MUSE: Final = ReasoningFormat(
     ("<|eom|>",),
     frames=("<|start|>assistant to=user<|message|>", " to=user<|message|>", "<|eot|>"),
     tokens=("<|start|>", "<|message|>"),
+    signs=("to=self<|message|>",),
 )
 _APRIEL: Final = ReasoningFormat(
     ("Here are my reasoning steps:",),

@@ -483,7 +483,7 @@ def test_tags_of_more_than_one_token(tmp_path: Path) -> None:
 
 def test_tags_around_the_answer(tmp_path: Path) -> None:
     """As Granite 3.3 and ERNIE 4.5 write them; the template says so."""
-    write_tokenizer(tmp_path, TEMPLATE + "{# <response> #}", TAGS)
+    write_tokenizer(tmp_path, TEMPLATE + "{# <think></think> and <response></response> #}", TAGS)
     with _servers(tmp_path) as start:
         server = start(texts=TAGS)
         for ending in ("\n</response>\n", "\n</response>", ""):
