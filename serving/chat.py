@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from onnxport.errors import ArtifactError, RequestError
-from onnxport.serving.called_messages import lacks_calls, with_calls
-from onnxport.serving.channel_messages import for_channels, with_description
-from onnxport.serving.channels import ChannelFormat
-from onnxport.serving.text import with_halves_escaped
+from onnxport.serving.template_messages import (
+    Knowledge,
+    Message,
+    Tool,
+    named_variables,
+    plain_text,
+    texts_of_user,
+)
 
 if TYPE_CHECKING:
     import jinja2
-
-Message = Mapping[str, Any]  # OpenAI's shape: role, content, and what the role adds
-Tool = Mapping[str, Any]  # OpenAI's shape: {"type": "function", "function": {…}}
 
 TEMPLATE_FILE = "chat_template.jinja"
 LEGACY_FILE = "chat_template.json"
@@ -34,10 +36,9 @@ DEFAULT = "default"
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
-_ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
-_PARTS_OF_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(?:\.content\b|\[['"]content['"]\])""")
-_ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
-_LIST_OF_PARTS: Final = "[{'type': 'text'"  # as Jinja writes a list where a text should be
+_LACKS: Final = re.compile(r"'(\w+)' is undefined")  # as Jinja says it
+# A part of a list where a text should be, as Jinja writes it, or as JSON.
+_PART_AS_TEXT: Final = re.compile(r"""['"]type['"]: ?['"]text['"]""")
 _MARK = "<|onnxport goes on here|> "  # the space tells whether messages are trimmed
 # A function that no text speaks of, to see whether a template does.
 _PROBE: Final[Mapping[str, Any]] = {
@@ -70,13 +71,15 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
     _compiled: dict[str, jinja2.Template] = field(default_factory=dict, compare=False, repr=False)
+    _names: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate:
         """Read the templates of a model folder; one without a template gives an empty set.
 
         `chat_template.jinja` wins over the `chat_template` of `tokenizer_config.json`, which is a
-        text or a list of named texts.
+        text or a list of named texts. Those of `additional_chat_templates` have names, too, and may
+        be there without it.
 
         Raises:
             ArtifactError: a file is there but is not what it should be.
@@ -87,8 +90,8 @@ class ChatTemplate:
         sources = _named_templates(entry, folder / TOKENIZER_CONFIG)
         if (folder / TEMPLATE_FILE).is_file():
             sources = {DEFAULT: (folder / TEMPLATE_FILE).read_text(encoding="utf-8")}
-            for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
-                sources[path.stem] = path.read_text(encoding="utf-8")
+        for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
+            sources[path.stem] = path.read_text(encoding="utf-8")
         tokens = _special_tokens(_read_json(folder / SPECIAL_TOKENS)) | _special_tokens(config)
         return cls(sources, tokens)
 
@@ -97,9 +100,8 @@ class ChatTemplate:
         return bool(self.sources)
 
     def knows(self, variable: str) -> bool:
-        """Whether a template speaks of a variable."""
-        name = re.compile(rf"\b{re.escape(variable)}\b")
-        return any(map(name.search, self.sources.values()))
+        """Whether a template reads a variable that whoever renders may set."""
+        return any(variable in self._reads(name) for name in self.sources)
 
     def source(self, *, with_tools: bool) -> str:
         """Return the text of the template that requests with tools, or without, are rendered by."""
@@ -157,48 +159,36 @@ class ChatTemplate:
             return _cut(marked)
         name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
         template = self._template(name)
-        knows = _Knowledge.of(self.sources[name])
+        given = {
+            **self.special_tokens,
+            **named_variables(self._reads(name), tools),
+            **deepcopy(dict(self.variables)),  # of all requests, and a template may append to lists
+            **variables,
+        }
 
-        import jinja2
-
-        def render(knows: _Knowledge) -> str:
-            plain = [_plain_message(message, knows) for message in messages]
+        def render(knows: Knowledge) -> str:
             return template.render(
-                {**self.special_tokens, **self.variables, **variables},
-                messages=for_channels(plain) if knows.channels else plain,
-                tools=_tools(tools, knows),
+                given,
+                messages=knows.messages(messages),
+                tools=knows.tools(tools),
                 documents=documents or None,
                 add_generation_prompt=add_generation_prompt,
             )
 
-        def rendered(knows: _Knowledge) -> str:
-            if knows.no_content:
-                with suppress(TypeError, jinja2.UndefinedError):  # it takes it for a text as well
-                    return render(knows)
-            knows = replace(knows, no_content=False)
-            try:
-                return render(knows)
-            except TypeError:
-                with suppress(Exception):  # where arguments are put beside texts they are text
-                    return render(replace(knows, text_arguments=True))
-                raise
-
         try:
-            if knows.parts and (texts := [t for m in messages for t in _texts_of_user(m)]):
-                with suppress(Exception):  # it goes through those of other roles alone
-                    found = rendered(replace(knows, keeps_parts=True))
-                    is_list = _LIST_OF_PARTS in found
-                    if not is_list and all(text.strip() in found for text in texts):
-                        return found
-            return rendered(knows)
+            return _first_rendered(render, Knowledge.of(self.sources[name]), messages)
         except RequestError:
             raise
         except Exception as error:  # whatever the model's own code raises
-            raise RequestError(
-                f"the model's chat template cannot render these messages: {error}. Check the order "
-                "and the roles of the messages against what the model expects.",
-                "messages",
-            ) from error
+            raise _unrendered(error) from error
+
+    def _reads(self, name: str) -> frozenset[str]:
+        """Return the variables that the template `name` reads; none, if it is not valid."""
+        if name not in self._names:
+            from onnxport.serving.jinja import variables_of
+
+            self._names[name] = variables_of(self.sources[name])
+        return self._names[name]
 
     def _template(self, name: str) -> jinja2.Template:
         """Return the compiled template `name`."""
@@ -219,97 +209,56 @@ class ChatTemplate:
         return self._compiled[name]
 
 
-@dataclass(frozen=True, slots=True)
-class _Knowledge:
-    """What a template speaks of."""
+def _first_rendered(
+    render: Callable[[Knowledge], str], knows: Knowledge, messages: Sequence[Message]
+) -> str:
+    """Return what a template makes of messages, in the first form that it takes.
 
-    developer: bool
-    no_content: bool  # asks whether the content is none, as that of tool calls is in OpenAI's API
-    parts: bool  # goes through the parts of a content
-    parts_alone: bool  # goes through the parts of a content, and does not ask whether it is a text
-    channels: bool  # has each message in a channel
-    calls_in_text: bool  # gets calls of earlier messages in their text
-    keeps_parts: bool = False  # gets a user's texts as they are, if there are several
-    text_arguments: bool = False  # takes arguments of calls as JSON text, which most do not
-
-    @classmethod
-    def of(cls, source: str) -> _Knowledge:
-        parts = _PARTS_OF_CONTENT.search(source) is not None
-        return cls(
-            "developer" in source,
-            bool(_ASKS_FOR_NONE.search(source)),
-            parts,
-            parts and not _ASKS_FOR_TEXT.search(source),
-            ChannelFormat().is_in(source),
-            lacks_calls(source),
-        )
-
-
-def _tools(tools: Sequence[Tool] | None, knows: _Knowledge) -> list[Tool] | None:
-    """Return tools as a template takes them."""
-    if not tools:
-        return None
-    return [with_description(tool) for tool in tools] if knows.channels else list(tools)
-
-
-def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
-    """Return a message as templates expect it: no nulls, text content, arguments as objects.
-
-    Tool calls without content have none where the template asks for that, and an empty one else.
+    Args:
+        render: by what the template is taken to speak of.
+        knows: what it speaks of.
+        messages: that are rendered.
     """
-    plain = {key: value for key, value in message.items() if value is not None}
-    if not plain.get("tool_calls"):  # a list without calls says nothing
-        plain.pop("tool_calls", None)
-    no_content = knows.no_content and "content" not in plain and bool(plain.get("tool_calls"))
-    plain["content"] = None if no_content else plain_text(plain.get("content", ""))
-    if knows.keeps_parts and (texts := _texts_of_user(message)):
-        plain["content"] = [_part(text) for text in texts]
-    elif knows.parts_alone and plain["content"]:
-        plain["content"] = [_part(plain["content"])]
-    if plain.get("role") == "developer" and not knows.developer:
-        plain["role"] = "system"
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
-        if knows.calls_in_text:
-            return with_calls(plain)
-        if knows.text_arguments:
-            plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
-    return plain
+    import jinja2
 
-
-def _texts_of_user(message: Message) -> list[str]:
-    """Return the texts of a user's message that has several parts; none of any other message."""
-    content = message.get("content")
-    if message.get("role") != "user" or not isinstance(content, list) or len(content) < 2:
-        return []
-    return [plain_text([part]) for part in content]
-
-
-def _part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object instead of OpenAI's JSON text."""
-    function = dict(call["function"])
-    arguments = function.get("arguments", "")
-    if isinstance(arguments, str):
+    def rendered(knows: Knowledge) -> str:
+        if knows.no_content:
+            with suppress(TypeError, jinja2.UndefinedError):  # it takes it for a text as well
+                return render(knows)
+        knows = replace(knows, no_content=False)
         try:
-            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
-        except json.JSONDecodeError as error:
-            raise RequestError(
-                f"the arguments of the earlier tool call {function.get('name')!r} are not JSON: "
-                f"{error}. Send back the arguments of the call as they were given.",
-                "messages",
-            ) from error
-    return {**call, "function": function}
+            return render(knows)
+        except TypeError:
+            # Arguments are put beside texts, or tools are gone through that are not there.
+            for other in ({"text_arguments": True}, {"lists_tools": True}):
+                with suppress(Exception):
+                    return render(replace(knows, **other))
+            raise
+
+    if texts := [t for m in messages for t in texts_of_user(m)]:
+        with suppress(Exception):  # it goes through none, or through those of other roles alone
+            found = rendered(replace(knows, keeps_parts=True))
+            is_list = _PART_AS_TEXT.search(found) is not None
+            if not is_list and all(text.strip() in found for text in texts):
+                return found
+    return rendered(knows)
 
 
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plain tool call with its arguments as JSON text."""
-    function = dict(call["function"])
-    text = json.dumps(function.get("arguments"), ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": with_halves_escaped(text)}}
+def _unrendered(error: Exception) -> RequestError:
+    """Return what a client is told of what a template has raised."""
+    what = str(error).rstrip(".")
+    lacking = _LACKS.fullmatch(what)
+    if lacking is not None:
+        return RequestError(
+            f"the model's chat template reads a variable {lacking[1]!r}, which nothing sets; send "
+            "it in chat_template_kwargs",
+            "chat_template_kwargs",
+        )
+    return RequestError(
+        f"the model's chat template cannot render these messages: {what}. Check the order and the "
+        "roles of the messages against what the model expects.",
+        "messages",
+    )
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
@@ -353,27 +302,6 @@ def check_variables(variables: Mapping[str, Any] | None) -> None:
             "remove them",
             "chat_template_kwargs",
         )
-
-
-def plain_text(content: Any) -> str:
-    """Return the text of a message content: a string, or OpenAI's list of text parts.
-
-    Raises:
-        RequestError: a part is not text.
-    """
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type")
-        if kind not in ("text", "refusal"):
-            raise RequestError(
-                f"a content part of type {kind!r} was given; this model reads text alone. Send "
-                'parts of type "text".',
-                "messages",
-            )
-        texts.append(part.get(kind) or "")
-    return "\n".join(texts)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

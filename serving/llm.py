@@ -14,7 +14,7 @@ from onnxport.graphs.embedding_spec import Dimensions, Pooling
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
-from onnxport.serving.chat import ChatTemplate, Message, Tool
+from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.collect import Collector, OutputCollector
 from onnxport.serving.config import EngineConfig, LogprobsMode, Preemption, SchedulingPolicy
 from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
@@ -25,10 +25,11 @@ from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
-from onnxport.serving.reasoning import AUTO, reasoning_format
+from onnxport.serving.reasoning_formats import AUTO, reasoning_format
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.template_messages import Message, Tool
 from onnxport.serving.thought_budget import with_thought
 from onnxport.serving.tokenizer import Tokenizer
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from onnxport.errors import CapacityError, RequestError
-from onnxport.serving.chat import DEFAULT, ChatTemplate, Message
+from onnxport.serving.chat import DEFAULT, ChatTemplate
+from onnxport.serving.template_messages import Message
 
 
 class PairTokenizer(Protocol):

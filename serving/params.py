@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxport.errors import RequestError
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.text import HALF, is_whole
+from onnxport.serving.thoughts import Thought
 
 MAX_LOGPROBS = 20  # of one position, unless the engine is told otherwise; OpenAI's and vLLM's
 MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's

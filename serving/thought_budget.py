@@ -22,8 +22,8 @@ from onnxport.serving.channels import Channels
 from onnxport.serving.detokenizer import MAX_CHARACTER
 from onnxport.serving.edits import Ids, address_of
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import ReasoningSplitter, Thought, first_of
 from onnxport.serving.text import longest_beginning
+from onnxport.serving.thoughts import ReasoningSplitter, Thought, first_of
 from onnxport.serving.tokenizer import Tokenizer
 
 NAME: Final = "thinking_token_budget"
@@ -164,7 +164,7 @@ def with_thought(
             "reasoning_effort",
             NAME,
         )
-    if thought is None:
+    if thought is None or thought.is_past:
         return replace(params, thinking_token_budget=None)
     return replace(params, thought=thought)
 

@@ -47,7 +47,8 @@ from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.infill import Infill, InfillNames
 from onnxport.serving.metrics import CacheConfig, Metrics
 from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.reasoning import AUTO, AnyFormat, reasoning_format
+from onnxport.serving.reasoning import AnyFormat
+from onnxport.serving.reasoning_formats import AUTO, reasoning_format
 from onnxport.serving.thought_budget import thought_budget, with_thought
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.version import __version__

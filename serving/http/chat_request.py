@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.chat import ChatTemplate, check_variables
 from onnxport.serving.defaults import SamplingDefaults
+from onnxport.serving.effort import effort_variables, is_switched_on
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
     FunctionDefinition,
@@ -156,11 +157,11 @@ class ChatRequest(RequestBody):
     @property
     def tells_reasoning(self) -> bool:
         """Whether the reasoning is wanted: not with no effort, unless thoughts are asked for."""
-        asked = bool((self.chat_template_kwargs or {}).get("enable_thinking"))
+        asked = is_switched_on(self.chat_template_kwargs or {})
         return self.include_reasoning is not False and (self.reasoning_effort != "none" or asked)
 
     def with_effort(self, template: ChatTemplate, reasoning: AnyFormat | None) -> ChatRequest:
-        """Return the request with `reasoning_effort` as variables of the template, as vLLM has it.
+        """Return the request with `reasoning_effort` as variables of the template.
 
         Args:
             template: of the model.
@@ -179,17 +180,8 @@ class ChatRequest(RequestBody):
                 "one of them, or leave it out",
                 "reasoning_effort",
             )
-        variables = dict(self.chat_template_kwargs or {})
-        if knows_thinking := template.knows("enable_thinking"):
-            variables.setdefault("enable_thinking", effort != "none")
-        if template.knows("reasoning_effort"):
-            variables["reasoning_effort"] = effort
-        elif not knows_thinking:
-            raise RequestError(
-                f"reasoning_effort is {effort!r}, and the model's chat template has no variable "
-                "for it, nor enable_thinking; leave it out",
-                "reasoning_effort",
-            )
+        given = self.chat_template_kwargs or {}
+        variables = effort_variables(template, reasoning, effort, given)
         return self.model_copy(update={"chat_template_kwargs": variables})
 
     def functions(self) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,6 @@ from typing import Any
 from fastapi import Request
 
 from onnxport.errors import RequestError
-from onnxport.serving.chat import plain_text
 from onnxport.serving.http import sse
 from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
@@ -25,6 +24,7 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions
 from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.template_messages import plain_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
+from onnxport.serving.effort import known_levels, switched
 from onnxport.serving.http import renaming
 from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_request import ChatRequest, Effort
@@ -239,13 +240,13 @@ class CountRequest(Body):
         """
         template, reasoning, asked = service.template, service.reasoning, self.thinking
         given = self.chat_template_kwargs
-        knows_switch, knows_effort = map(template.knows, ("enable_thinking", "reasoning_effort"))
+        knows_switch, knows_effort = switched(template, True, {}), known_levels(template)
         plain: dict[str, Any] = {"reasoning_effort": effort, "chat_template_kwargs": given}
         if asked is None or not (reasoning or knows_switch or knows_effort):
             return plain
         is_off = asked.type == "disabled"
         if knows_switch:
-            plain["chat_template_kwargs"] = {"enable_thinking": not is_off, **(given or {})}
+            plain["chat_template_kwargs"] = switched(template, not is_off, given or {})
         elif is_off and knows_effort and effort is None:
             efforts = None if reasoning is None else reasoning.efforts
             if efforts is None or "none" in efforts:

@@ -14,9 +14,10 @@ from onnxport.serving.http.tool_formats.base import Functions
 from onnxport.serving.http.tool_formats.cursor import hidden_places, longest_partial, without
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import REASONING_NAMES, Thought, splitter
+from onnxport.serving.reasoning import REASONING_NAMES, splitter
 from onnxport.serving.split import Split, Stretch
 from onnxport.serving.thought_budget import with_thought
+from onnxport.serving.thoughts import Thought
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
 from onnxport.errors import RequestError
-from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest, Effort
 from onnxport.serving.http.fields import (
     ANY,
@@ -34,6 +33,7 @@ from onnxport.serving.http.responses_items import (
     ResultItem,
     text_or,
 )
+from onnxport.serving.template_messages import plain_text
 
 LOGPROBS: Final = "message.output_text.logprobs"
 INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")  # of the second there is never any

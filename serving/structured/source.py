@@ -22,7 +22,6 @@ from onnxport.serving.channels import (
     START,
     Channels,
 )
-from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.gbnf import TooLargeError, lark_of
@@ -32,6 +31,7 @@ from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.structural import contents
 from onnxport.serving.structured.tags import TagWriter
+from onnxport.serving.thoughts import MOST_BREAKS, Thought
 
 # Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
 # of it alone. A model chooses how to write it, and the tokenizer is not asked.
@@ -205,18 +205,23 @@ def _behind(thought: Thought, form: str) -> str:
 
     It is what `ReasoningSplitter` makes of a text: it begins with an opening tag, ends with the
     first closing tag, and has the ends of lines next to that. An opening tag is lazy, so whatever
-    begins with one is reasoning, also where the form allows it as text.
+    begins with one is reasoning, also where the form allows it as text. A frame of the answer may
+    stand before it.
     """
+    frame, frames = ("frame? ", _any_of(thought.frames)) if thought.frames else ("", "")
+    rules = [_rule("answer", form), *([f"frame: /{frames}/"] if frames else [])]
+    if thought.is_past:
+        return "\n".join((f"start: {frame}answer", *rules))
     begins = "" if thought.is_open else "opened "
     opens, closes = (_any_of(tags) for tags in (thought.opens, thought.closes))
     return "\n".join(
         (
-            f"start: {'thought' if thought.is_open else 'thought?'} answer",
+            f"start: {'thought' if thought.is_open else 'thought?'} {frame}answer",
             f"thought: {begins}THOUGHT",
             f"opened[lazy]: /{opens}/",
             rf"THOUGHT: INNER /({closes})\n{{0,{MOST_BREAKS}}}/",
             f"INNER: /(?s:.*)/ & ~/(?s:.*)({closes})(?s:.*)/",
-            _rule("answer", form),
+            *rules,
         )
     )
 

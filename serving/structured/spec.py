@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured import structural
 from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.text import HALF, is_whole
+from onnxport.serving.thoughts import Thought
 
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

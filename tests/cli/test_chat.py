@@ -18,7 +18,8 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import FORMATS, ReasoningFormat, reasoning_format
+from onnxport.serving.reasoning import ReasoningFormat
+from onnxport.serving.reasoning_formats import FORMATS, reasoning_format
 from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer

@@ -293,8 +293,10 @@ def test_calls_have_no_content_where_the_template_asks_for_that() -> None:
 def test_developer_is_system_unless_the_template_knows_it() -> None:
     message = {"role": "developer", "content": "Be brief."}
     assert "<|im_start|>system\nBe" in ChatTemplate({"default": CHATML}).render([message])
-    knows = ChatTemplate({"default": "{# developer #}" + CHATML})
+    knows = ChatTemplate({"default": "{# ['system', 'developer'] #}" + CHATML})
     assert "<|im_start|>developer\nBe" in knows.render([message])
+    has_token = ChatTemplate({"default": "{{ '<|developer_start|>' }}" + CHATML})
+    assert "<|im_start|>system\nBe" in has_token.render([message])
 
 
 def test_the_templates_refusal_is_told() -> None:
@@ -305,7 +307,7 @@ def test_the_templates_refusal_is_told() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ 'a' + 1 }}", "{{ nothing.at.all }}", "{{ messages[9].content.x }}", "{{ 1 // 0 }}"],
+    ["{{ 'a' + 1 }}", "{{ messages.at.all }}", "{{ messages[9].content.x }}", "{{ 1 // 0 }}"],
 )
 def test_a_failing_template_is_a_request_error(source: str) -> None:
     with pytest.raises(RequestError, match="chat template cannot render"):
@@ -313,7 +315,13 @@ def test_a_failing_template_is_a_request_error(source: str) -> None:
 
 
 def test_the_template_runs_in_a_sandbox() -> None:
-    for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+    for source in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.clear() }}",
+        "{{ messages.append.__self__.clear() }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ x.append(1) }}",
+    ):
         with pytest.raises(RequestError):
             ChatTemplate({"default": source}).render([USER])
 
@@ -381,6 +389,17 @@ def test_read_additional_templates(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("plain")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert ChatTemplate.read(tmp_path).render([USER], TOOLS) == "tools"
+
+
+def test_additional_templates_need_no_other_one(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert ChatTemplate.read(tmp_path).render([USER], TOOLS) == "tools"
+    with pytest.raises(RequestError, match=r"only templates named \['tool_use'\]"):
+        ChatTemplate.read(tmp_path).render([USER])
+    write(tmp_path, tokenizer_config={"chat_template": "plain"})
+    assert ChatTemplate.read(tmp_path).render([USER]) == "plain"
     assert ChatTemplate.read(tmp_path).render([USER], TOOLS) == "tools"
 
 

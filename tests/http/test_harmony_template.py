@@ -10,7 +10,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.registry import named, recognized
-from onnxport.serving.reasoning import reasoning_format
+from onnxport.serving.reasoning_formats import reasoning_format
 
 from .harmony import TEMPLATE
 

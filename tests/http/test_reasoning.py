@@ -16,7 +16,7 @@ from openai import OpenAI
 from onnxport.serving.http.generation import Run
 from onnxport.serving.http.reasoning import DeltaSplitter, TextFilter, Thinking
 from onnxport.serving.outputs import CompletionDelta, FinishReason
-from onnxport.serving.reasoning import FORMATS
+from onnxport.serving.reasoning_formats import FORMATS
 
 from .conftest import RunningServer, StartServer, _servers
 from .scripted import CHAT_TEMPLATE, MODEL, say, write_tokenizer
@@ -483,7 +483,7 @@ def test_tags_of_more_than_one_token(tmp_path: Path) -> None:
 
 def test_tags_around_the_answer(tmp_path: Path) -> None:
     """As Granite 3.3 and ERNIE 4.5 write them; the template says so."""
-    write_tokenizer(tmp_path, TEMPLATE + "{# <response> #}", TAGS)
+    write_tokenizer(tmp_path, TEMPLATE + "{# <think></think> and <response></response> #}", TAGS)
     with _servers(tmp_path) as start:
         server = start(texts=TAGS)
         for ending in ("\n</response>\n", "\n</response>", ""):

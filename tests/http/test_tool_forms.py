@@ -23,10 +23,10 @@ from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.registry import FORMATS
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.compiler import CompileLimits, compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+from onnxport.serving.thoughts import Thought
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.structured import accepts as accepts_text
 from tests.serving.structured import assert_valid, compiled, ids_of, write

@@ -13,7 +13,9 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.registry import recognized
-from onnxport.serving.reasoning import AUTO, ReasoningFormat, ReasoningSplitter, reasoning_format
+from onnxport.serving.reasoning import ReasoningFormat
+from onnxport.serving.reasoning_formats import AUTO, reasoning_format
+from onnxport.serving.thoughts import ReasoningSplitter
 from tests.published.places import TEMPLATES
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]

@@ -17,9 +17,9 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.guesses import Guessing
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.request import Request
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.thoughts import Thought
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.beams import Logits, Text, beams, null_logits, search
 from tests.serving.helpers import (

@@ -18,11 +18,11 @@ from onnxport.serving.beside import Beside
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.prompts import TokensPrompt
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.thoughts import Thought
 from tests.providers.conftest import WIDE_VOCAB
 from tests.serving.speculating import Eager
 from tests.serving.structured import tokenizer

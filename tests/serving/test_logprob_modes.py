@@ -21,8 +21,8 @@ from onnxport.serving.logprob_modes import processed
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.prompts import TokensPrompt
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.thoughts import Thought
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.helpers import null_engine, run, submit, tokens
 from tests.serving.prophet import Prophet

@@ -17,17 +17,13 @@ from onnxport.errors import RequestError
 from onnxport.serving.http.reasoning import ReasoningCounter
 from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.hermes import HERMES
-from onnxport.serving.reasoning import (
-    FORMATS,
-    ReasoningFormat,
-    ReasoningSplitter,
-    Thought,
-    reasoning_format,
-)
+from onnxport.serving.reasoning import ReasoningFormat
+from onnxport.serving.reasoning_formats import FORMATS, reasoning_format
 from onnxport.serving.split import Split
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+from onnxport.serving.thoughts import ReasoningSplitter, Thought
 from onnxport.serving.tokenizer import Tokenizer
 from tests.tiers import examples
 
@@ -56,8 +52,9 @@ def split(thought: Thought | None, text: str) -> tuple[str, str]:
         (FREE, " <thi", "", " <thi"),
         (FREE, "", "", ""),
         (FREE, "<think>\n\n</think>\n\nyes", "", "yes"),
-        (FREE, " </think>\nyes</think>", "", "yes</think>"),  # nothing was thought
+        (FREE, " </think>\n\nyes</think>", "", "yes</think>"),  # nothing was thought
         (FREE, "</think>", "", ""),
+        (FREE, "\n</thin", "", "\n</thin"),
         (OPEN, "hm\n</think>\n\nyes", "hm", "yes"),  # the prompt has opened it
         (OPEN, "\n\na\n\nb\n</think>\n\n\nyes", "a\n\nb", "\nyes"),
         (OPEN, "a</think>b</think>\n", "a", "b</think>\n"),
@@ -90,7 +87,8 @@ def test_any_pieces_give_the_same(thought: Thought, words: list[str], data: st.D
     assert "".join(each.content for each in found) == content
     ((_, place, _),) = splitter.stretches
     assert text[place:] == content
-    before, behind = r"(\s*<think>)?\n*", r"(\s*</think>\n{0,2})?"  # all that is not told
+    before = r"((\s*<think>)?\n*|\s*(?=</think>))"  # all that is not told, with what is behind
+    behind = r"(\n*</think>\n{0,2})?"
     assert re.fullmatch(before + re.escape(reasoning) + behind + re.escape(content), text)
 
 
@@ -198,6 +196,8 @@ def test_deepseek_r1_thinks_always() -> None:
         ("auto", "between <think></think>, between <response></response>", FORMATS["ernie45"]),
         ("auto", "write after 'Here is my response:'", FORMATS["granite"]),
         ("auto", "{{ m.content }}", None),
+        ("auto", "<think></think>{{ m }}<response>{{ m }}</response>", THINK),  # of a tool
+        ("auto", "{{ '<|eom|>' }}", None),  # Llama 4's
         ("none", "<think>", None),
         ("seed_oss", "", FORMATS["seed_oss"]),
     ],

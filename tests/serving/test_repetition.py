@@ -23,11 +23,11 @@ from onnxport.serving.llm import LLM
 from onnxport.serving.metrics import CacheConfig, Metrics
 from onnxport.serving.outputs import CompletionDelta, Logprob
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.repetition import MAX_COUNT, MAX_PATTERN, RepetitionDetection
 from onnxport.serving.request import Request
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.stuck import Repetition
+from onnxport.serving.thoughts import Thought
 from tests.tiers import examples
 
 from .helpers import null_engine, reasons, run, submit, text, tokens

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.forced import ForcedDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.thoughts import Thought
 from tests.serving.helpers import null_engine, run, submit, tokens
 from tests.serving.speculating import GREEDY, Eager, Guesser, Machine, request
 from tests.serving.structured import tokenizer, vocabulary

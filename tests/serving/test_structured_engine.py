@@ -17,12 +17,12 @@ from onnxport.errors import RequestError
 from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import ReasoningSplitter, Thought
 from onnxport.serving.structured.cache import GrammarCompiler
 from onnxport.serving.structured.compiler import CompileLimits
 from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+from onnxport.serving.thoughts import ReasoningSplitter, Thought
 from tests.tiers import examples
 
 from .helpers import null_engine, reasons, run, submit, text, tokens

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from onnxport.errors import RequestError
-from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured import cache, compiler
 from onnxport.serving.structured.cache import GrammarCompiler
 from onnxport.serving.structured.compiler import ROW
@@ -29,6 +28,7 @@ from onnxport.serving.structured.structural import (
     SILENT,
 )
 from onnxport.serving.structured.tags import MAX_VISITS, TagWriter
+from onnxport.serving.thoughts import Thought
 from tests.tiers import examples
 
 from .structured import LIMITS, PROMPT, accepts, compiled, vocabulary, write

@@ -22,7 +22,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.llm import LLM
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import FORMATS, ReasoningSplitter, Thought
+from onnxport.serving.reasoning_formats import FORMATS
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
 from onnxport.serving.sampler import sample
@@ -31,6 +31,7 @@ from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.thought_budget import SequenceBudget, thought_budget, with_thought
+from onnxport.serving.thoughts import ReasoningSplitter, Thought
 from onnxport.serving.tokenizer import Tokenizer
 from tests.tiers import examples
 

@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from onnxport.serving.defaults import SamplingDefaults
     from onnxport.serving.engine import Engine
     from onnxport.serving.params import RequestOptions, SamplingParams
-    from onnxport.serving.reasoning import ReasoningFormat, Thought
+    from onnxport.serving.reasoning import ReasoningFormat
     from onnxport.serving.request import Request
     from onnxport.serving.split import Split
     from onnxport.serving.structured.spec import StructuredOutputs
+    from onnxport.serving.thoughts import Thought
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     """Answer line by line until the end of the input."""
     from onnxport.graphs.artifact import Artifact
     from onnxport.serving.defaults import SamplingDefaults
-    from onnxport.serving.reasoning import reasoning_format
+    from onnxport.serving.reasoning_formats import reasoning_format
     from onnxport.serving.thought_budget import with_thought
 
     form = structured_outputs(options)  # read once, for its file may be a pipe

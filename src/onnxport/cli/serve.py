@@ -429,7 +429,7 @@ def _serve(
     from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.http.server import ServerOptions, raise_open_files, serve
     from onnxport.serving.http.sockets import url
-    from onnxport.serving.reasoning import reasoning_format
+    from onnxport.serving.reasoning_formats import reasoning_format
     from onnxport.serving.worker import AsyncEngine
 
     keys = api_keys(options.api_key)

@@ -101,7 +101,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def reasoning_parser(text: str) -> str:
     """Return the name of a reasoning parser."""
-    from onnxport.serving.reasoning import reasoning_format
+    from onnxport.serving.reasoning_formats import reasoning_format
 
     try:
         reasoning_format(text, ())

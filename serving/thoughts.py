@@ -1,0 +1,253 @@
+"""Reasoning between tags, before an answer: where it ends, in text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from onnxport.serving.split import Split, Stretch
+from onnxport.serving.text import longest_beginning
+
+MOST_BREAKS: Final = 2  # ends of lines behind a closing tag that are a part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The reasoning before an answer: the texts that begin and end it.
+
+    Attributes:
+        opens, closes: each of them does so.
+        is_open: whether it has begun before the text; otherwise the text may begin with it.
+        around: what may begin and end the answer behind it; None: nothing.
+        frames: texts that are no part of an answer, wherever in it they stand.
+        is_past: whether there is none any more: the text is the answer, in its frames.
+        ends_before: texts that end it, too, and begin the answer.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    is_open: bool = False
+    around: tuple[str, str] | None = None
+    frames: tuple[str, ...] = ()
+    is_past: bool = False
+    ends_before: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class ReasoningSplitter:
+    """Split generated text into reasoning and the answer, incrementally.
+
+    It loses nothing but the tags, space before an opening one, and ends of lines: those around the
+    reasoning, up to two behind it, and those next to tags around the answer. A text may begin with
+    a closing tag, where a model says so that it does not think. A tag that is not where it may be
+    is text.
+
+    Attributes:
+        thought: what the text may begin with; None: with nothing.
+    """
+
+    thought: Thought | None
+    _state: Literal["before", "within", "behind", "answer"] = field(init=False)
+    _has_thought: bool = field(init=False)
+    _pending: str = field(default="", init=False)  # text that cannot be told apart yet
+    _has_text: bool = field(default=False, init=False)  # whether the reasoning is more than breaks
+    _num_breaks: int = field(default=0, init=False)  # behind the closing tag
+    _ends_with: str | None = field(default=None, init=False)  # the tag that may end the answer
+    _num_fed: int = field(default=0, init=False)  # characters
+    _answer_start: int | None = field(default=None, init=False)
+    _num_content: int = field(default=0, init=False)  # characters, counted where there are frames
+    _framed: tuple[Stretch, ...] = field(default=(), init=False)  # of an answer that has frames
+
+    def __post_init__(self) -> None:
+        self._has_thought = self.thought is not None and self.thought.is_open
+        may_think = self.thought is not None and not self.thought.is_past
+        self._state = "within" if self._has_thought else "before" if may_think else "answer"
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether reasoning was begun."""
+        return self._has_thought
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._state == "within"
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether what comes next is content."""
+        return self._state == "answer"
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether text that is not told is no part of the answer: it may be space before it."""
+        return self._has_thought
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that comes is content, as it is."""
+        return self._state == "answer" and self._ends_with is None and not self._frames
+
+    @property
+    def _frames(self) -> tuple[str, ...]:
+        return () if self.thought is None else self.thought.frames
+
+    @property
+    def num_read(self) -> int:
+        """How many characters of the text were told apart so far."""
+        return self._num_fed - len(self._pending)
+
+    @property
+    def begun_close(self) -> str:
+        """What of a closing tag the reasoning ends with, so far; empty: nothing."""
+        if self.thought is None or not self.is_thinking:
+            return ""
+        held = longest_beginning(self._pending, self.thought.closes)
+        return self._pending[len(self._pending) - held :]
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """Where in the text the answer is: from one place on, or between its frames."""
+        if self._frames:
+            return self._framed
+        start = self.num_read if self._answer_start is None else self._answer_start
+        return (Stretch(0, start, None),)
+
+    def feed(self, text: str) -> Split:
+        """Take the next piece of text."""
+        self._pending += text
+        self._num_fed += len(text)
+        return self._take(final=False)
+
+    def finish(self) -> Split:
+        """Take the end of the text; what was kept back belongs to where the text ends."""
+        return self._take(final=True)
+
+    def parts(self, text: str, *, is_last: bool) -> tuple[Split, ...]:
+        """Take a piece of text, and the end if that is behind it; see `Splitter`."""
+        return (self.take(text, is_last=is_last),)
+
+    def take(self, text: str, *, is_last: bool) -> Split:
+        """Take a piece of text, and the end if that is behind it."""
+        split = self.feed(text)
+        if not is_last:
+            return split
+        rest = self.finish()
+        return Split(split.reasoning + rest.reasoning, split.content + rest.content)
+
+    def _take(self, final: bool) -> Split:
+        if self._state == "before":
+            self._open(final)
+        reasoning = self._reason(final) if self._state == "within" else ""
+        if self._state == "behind":
+            self._begin_answer(final)
+        if self._state == "answer" and self._answer_start is None:
+            self._answer_start = self.num_read
+        content = self._answer(final) if self._state == "answer" else ""
+        return Split(reasoning, content)
+
+    def _open(self, final: bool) -> None:
+        """Drop an opening tag; go on with the answer where there is none."""
+        assert self.thought is not None
+        begun = self._pending.lstrip()
+        opens = self.thought.opens
+        found = next((tag for tag in opens if begun.startswith(tag)), None)
+        if found is not None:
+            self._pending = begun[len(found) :]
+            self._state, self._has_thought = "within", True
+            return
+        closes = self.thought.closes
+        found = next((tag for tag in closes if begun.startswith(tag)), None)
+        if found is not None:
+            self._pending, self._state = begun[len(found) :], "behind"
+        elif final or not any(tag.startswith(begun) for tag in opens + closes):
+            self._state = "answer"
+
+    def _reason(self, final: bool) -> str:
+        """Take the reasoning, up to the first closing tag if there is one."""
+        assert self.thought is not None
+        if not self._has_text:
+            self._pending = self._pending.lstrip("\n")
+        ends = (*self.thought.closes, *self.thought.ends_before)
+        found = first_of(self._pending, ends)
+        if found is not None:
+            start, tag = found
+            text = self._pending[:start].rstrip("\n")
+            closes = tag in self.thought.closes
+            self._pending = self._pending[start + len(tag) * closes :]
+            self._state = "behind" if closes else "answer"
+        elif final:
+            text, self._pending = self._pending, ""
+        else:
+            held = longest_beginning(self._pending, ends)
+            text = self._pending[: len(self._pending) - held].rstrip("\n")
+            self._pending = self._pending[len(text) :]
+        self._has_text = self._has_text or bool(text)
+        return text
+
+    def _begin_answer(self, final: bool) -> None:
+        """Drop the ends of lines that belong to the closing tag, and a tag before the answer."""
+        assert self.thought is not None
+        self._drop_breaks()
+        if self.thought.around is not None and self._ends_with is None:
+            opens, closes = self.thought.around
+            begun = self._pending.lstrip("\n")
+            if begun.startswith(opens):
+                self._pending, self._ends_with, self._num_breaks = begun[len(opens) :], closes, 0
+                self._drop_breaks()
+            elif opens.startswith(begun) and not final:
+                return
+        if self._pending or self._num_breaks == MOST_BREAKS:
+            self._state = "answer"
+
+    def _drop_breaks(self) -> None:
+        while self._num_breaks < MOST_BREAKS and self._pending.startswith("\n"):
+            self._pending = self._pending[1:]
+            self._num_breaks += 1
+
+    def _answer(self, final: bool) -> str:
+        """Take the answer, without its frames or the tag that ends it."""
+        if self._frames:
+            return self._between_frames(final)
+        text, self._pending = self._pending, ""
+        tag = self._ends_with
+        if tag is None:
+            return text
+        body, found, behind = text.rpartition(tag)
+        if found and not behind.strip():
+            kept = body.rstrip("\n")
+        elif final:
+            return text
+        else:
+            kept = text[: len(text) - longest_beginning(text, (tag,))].rstrip("\n")
+        if not final:
+            self._pending = text[len(kept) :]
+        return kept
+
+    def _between_frames(self, final: bool) -> str:
+        """Take what of the answer is certain to be no frame."""
+        told = ""
+        while True:
+            found = first_of(self._pending, self._frames)
+            if found is not None:
+                end, frame = found
+            else:
+                held = 0 if final else longest_beginning(self._pending, self._frames)
+                end, frame = len(self._pending) - held, ""
+            if end:
+                self._framed += (Stretch(self._num_content, self.num_read, end),)
+                self._num_content += end
+            told += self._pending[:end]
+            self._pending = self._pending[end + len(frame) :]
+            if found is None:
+                return told
+
+
+def first_of(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
+    """Return where the first one of `tags` in a text is, and which; None: there is none.
+
+    Of several that begin at one place it is the longest.
+    """
+    found = [(start, tag) for tag in tags if (start := text.find(tag)) >= 0]
+    return min(found, key=lambda one: (one[0], -len(one[1]))) if found else None
