@@ -249,10 +249,12 @@ class _Writer:
         closing = argument.after
         value, rules = self._value(f"value_{place}", argument.value)
         if argument.value is None:
-            first, *_ = self._atoms(argument.after)
+            first, *rest = self._atoms(argument.after)
             value, rules = f"value_{place}", [f"value_{place}: /{ANY_TEXT}/"]
             if isinstance(first, str):
-                rules = [f"value_{place}[lazy]: /{ANY_TEXT}{_pattern(first)}/"]
+                # A special token ends any text: the first end of a line need not be the last.
+                lazy = "" if rest and isinstance(rest[0], int) else "[lazy]"
+                rules = [f"value_{place}{lazy}: /{ANY_TEXT}{_pattern(first)}/"]
                 closing = argument.after[len(first) :]
         return _joined(opening, value, self._spelled(closing)), rules
 
