@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import onnx
@@ -31,7 +30,7 @@ from onnxport.graphs.inspect import (
     set_input,
 )
 from onnxport.graphs.passes.gated_silu import DOMAIN
-from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS, OFFSETS, ZERO_POINTS
+from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS, OFFSETS
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.passes.split_matmul import drop_unread
