@@ -127,7 +127,8 @@ def reduce_report(report: Mapping[str, Any]) -> list[Evidence]:
     if count := artifact.get("int8_matrices"):
         raise EvidenceError(
             f"{artifact['name']} has {count} matrices in int8 and the rest in "
-            f"{artifact['precision']}; the table is of artifacts in one precision, verify such a one"
+            f"{artifact['precision']}; the table is of artifacts in one precision, verify such a "
+            "one"
         )
     found = []
     for provider in report["providers"]:
