@@ -333,11 +333,11 @@ def _tell_requantized(
     if bits:
         targets = sorted({f"int{one}" for one in bits.values()})
         logger.warning(
-            "matrices are stored in %s, %d of them, whose blocks no artifact has; they are "
-            "quantized again, to %s in groups of %d, which changes them%s",
+            "matrices are stored in %s, %d of them, whose blocks an artifact has not in their "
+            "place; they are quantized again, to %s in groups of %d, which changes them%s",
             *(", ".join(sorted({types[name] for name in bits})), len(bits)),
             *(" and ".join(targets), options.group),
-            ". The precision int8 changes them less" if "int4" in targets else "",
+            ". The precision int8 changes them less" if "int4" in targets else " by little",
         )
 
 
