@@ -75,6 +75,11 @@ class ExportOptions:
                 f"asymmetric blocks are of projections in int4, and the precision is "
                 f"{self.projections}: leave it out, or use the precision int4."
             )
+        if self.by_matrix and self.projections not in _BITS:
+            raise ExportError(
+                f"bits by matrix are 4 or 8, and the precision is {self.projections}: leave them "
+                "out, or use the precision int4 or int8."
+            )
         if "fp32" in {self.projections, self.head} and self.head != self.projections:
             raise ExportError(
                 f"a head in {self.head} does not go with projections in {self.projections}: fp32 "

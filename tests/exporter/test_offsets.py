@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from onnxport.errors import CheckpointError
+from onnxport.errors import CheckpointError, ExportError
 from onnxport.exporter import export
 from onnxport.exporter.export import export_model
 from onnxport.exporter.gguf import minima
@@ -249,6 +249,12 @@ def test_asymmetric_blocks_are_for_what_is_not_kept(tmp_path: Path) -> None:
     expected = meant(path, "blk.1.attn_output.weight")
     assert np.abs(stored(artifact, "layers.1.o") - expected).max() < 1e-3
     check_golden(artifact)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_bits_by_matrix_are_of_integers(precision: str) -> None:
+    with pytest.raises(ExportError, match=f"bits by matrix are 4 or 8.*is {precision}"):
+        ExportOptions(precision=precision, by_matrix=True)
 
 
 def test_other_groups_and_bits_have_none(tmp_path: Path) -> None:
