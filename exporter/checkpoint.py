@@ -304,6 +304,31 @@ class Checkpoint:
         """
         return self._integers(name).steps(start, stop, block_size)
 
+    def read_minima(
+        self, name: str, start: int, stop: int, block_size: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+        """What a block's numbers are less its minimum multiples of, and that minimum.
+
+        Args:
+            name: of the tensor, one of `with_minima`.
+            start: the first of its rows.
+            stop: the one behind the last.
+            block_size: columns of a block.
+
+        Returns:
+            float32 [rows, blocks] of each; None: a block has more than one of them.
+        """
+        raise NotImplementedError("no tensor of safetensors has minima")
+
+    @property
+    def with_minima(self) -> frozenset[str]:
+        """The tensors whose blocks have levels of four bits, a step and a minimum."""
+        return frozenset()
+
+    def wanted_bits(self, name: str) -> int | None:
+        """The bits of blocks that change a tensor by nothing or little; None: it is in floats."""
+        return None
+
     @property
     def group_widths(self) -> frozenset[int]:
         """Columns of groups that share a scale, of matrices in integers."""

@@ -151,6 +151,7 @@ class _Decoder:
             return g.node("Gather", [g.weight(matrix.weight), names.INPUT_IDS], name="embed")
         assert matrix.scales is not None
         assert matrix.zero_points is None
+        assert matrix.offsets is None
         padded = matrix.block.num_blocks(matrix.columns) * matrix.block.block_size
         dims = (matrix.rows, padded * matrix.block.bits // 8)
         rows = ops.gather_block_quantized(
@@ -244,7 +245,7 @@ class _Decoder:
 
     def linear(self, role: str, x: str) -> str:
         """`x @ matrix.T + bias`."""
-        return product(self.g, self.weights, role, x)
+        return product(self.g, self.weights, role, x, is_flat=len(self.leading) == 1)
 
     def logits(self, normed: str) -> None:
         """The output `logits`, float32 whatever the activations are."""

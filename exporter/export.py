@@ -22,6 +22,7 @@ from onnxport.exporter.embedding import embeds_only
 from onnxport.exporter.families import find_family
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.families.eagle3 import is_head
+from onnxport.exporter.formats import Formats
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
@@ -43,7 +44,7 @@ from onnxport.exporter.source import (
     read_json,
     special_tokens,
 )
-from onnxport.exporter.weights import StreamingWeights, block_of
+from onnxport.exporter.weights import StreamingWeights
 from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
 from onnxport.graphs.classification_spec import (
     SCORE_FILE,
@@ -119,7 +120,7 @@ def export_model(
             check_fits(files, spec.vocab_size)
         tokens = _tokens(origin, files, spec.vocab_size)
         _warn(folder, files, spec, tokens)
-        options = options.settled(origin.precision)
+        options = options.settled(origin.precision, by_matrix=origin.is_mixed)
         with origin.open(spec, options.token) as checkpoint:
             names = origin.names(family, checkpoint)
             names = replace(names, further=(*names.further, *map(names.layer.format, further)))
@@ -180,6 +181,9 @@ def _export(
         options = replace(options, group_size=fitting_group(checkpoint.group_widths))
     plan = plan_weights(spec, job.names)
     _check_tensors(checkpoint, plan, job)
+    formats = Formats(plan, options, checkpoint)
+    options = formats.settled()
+    formats = Formats(plan, options, checkpoint)
     head = None if job.score is None else job.score.read(checkpoint, job.names, spec)
     if options.keeps_experts:
         _check_kept(checkpoint, plan, job.config)
@@ -189,7 +193,7 @@ def _export(
             "the expert precision mxfp4 keeps them as they are",
             options.projections,
         )
-    _tell_requantized(checkpoint, plan, options)
+    _tell_requantized(checkpoint, plan, formats, options)
     with ArtifactWriter(
         destination,
         overwrite=options.overwrite,
@@ -208,24 +212,30 @@ def _export(
             if job.score.template is not None:
                 writer.write_bytes(SCORE_TEMPLATE_FILE, job.score.template.encode())
         manifest = _manifest(spec, options, job.tokens, job.folder)
-        moved = weights.stored.have_zero_points or None
         judged = None if job.score is None else job.score.spec
         return writer.commit(
-            replace(manifest, zero_points=moved, embedding=job.embedding, classification=judged)
+            replace(
+                manifest,
+                zero_points=weights.stored.have_zero_points or None,
+                offsets=weights.stored.have_offsets or None,
+                int8_matrices=formats.num_wider() or None,
+                embedding=job.embedding,
+                classification=judged,
+            )
         )
 
 
-def preferred_precision(folder: CheckpointFolder) -> str:
-    """The precision that an export of a checkpoint has where none is asked for.
+def settled_options(folder: CheckpointFolder, options: ExportOptions) -> ExportOptions:
+    """The options with the precision that an export of a checkpoint has where none is asked for.
 
     Raises:
         CheckpointError: It cannot be read.
         UnsupportedModelError: A GGUF file of a model that is not supported.
     """
-    if not is_gguf(folder.path):
-        return DEFAULT_PRECISION
+    if options.precision is not None or not is_gguf(folder.path):
+        return options.settled(DEFAULT_PRECISION)
     with open_origin(folder) as origin:
-        return origin.precision
+        return options.settled(origin.precision, by_matrix=origin.is_mixed)
 
 
 def _tokens(origin: Origin, files: Path, vocab_size: int) -> SpecialTokens:
@@ -307,24 +317,27 @@ def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
         logger.info("all %d blocks of integers are stored as they are", count)
 
 
-def _tell_requantized(checkpoint: Checkpoint, plan: WeightPlan, options: ExportOptions) -> None:
+def _tell_requantized(
+    checkpoint: Checkpoint, plan: WeightPlan, formats: Formats, options: ExportOptions
+) -> None:
     """Say what of a checkpoint was quantized, and is quantized again."""
     types = checkpoint.requantized
     bits = {
         part.tensor: block.bits
         for role, matrix in plan.matrices.items()
-        if (block := block_of(role, matrix, options)) is not None
+        if (block := formats.block(role)) is not None
         for part in matrix.parts
         if part.tensor in types
+        and not (formats.has_offsets(role) and part.tensor in checkpoint.with_minima)
     }
     if bits:
         targets = sorted({f"int{one}" for one in bits.values()})
         logger.warning(
-            "matrices are stored in %s, %d of them, whose blocks no artifact has; they are "
-            "quantized again, to %s in groups of %d, which changes them%s",
+            "matrices are stored in %s, %d of them, whose blocks an artifact has not in their "
+            "place; they are quantized again, to %s in groups of %d, which changes them%s",
             *(", ".join(sorted({types[name] for name in bits})), len(bits)),
             *(" and ".join(targets), options.group),
-            ". The precision int8 changes them less" if "int4" in targets else "",
+            ". The precision int8 changes them less" if "int4" in targets else " by little",
         )
 
 

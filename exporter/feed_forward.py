@@ -161,6 +161,7 @@ class _OfExperts(NamedTuple):
 def _of_experts(g: GraphBuilder, matrix: StoredMatrix, count: int) -> _OfExperts:
     """What lies one below the other, one behind the other."""
     assert matrix.zero_points is None
+    assert matrix.offsets is None
     rows, block = matrix.rows // count, matrix.block
     columns = matrix.columns if block is None else matrix.columns * block.bits // 8
 

@@ -15,8 +15,10 @@ from onnxport.graphs.tensors import TensorRef
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
 
 
-def product(g: GraphBuilder, weights: StoredWeights, role: str, x: str) -> str:
-    """`x @ matrix.T + bias`."""
+def product(
+    g: GraphBuilder, weights: StoredWeights, role: str, x: str, *, is_flat: bool = True
+) -> str:
+    """`x @ matrix.T + bias`; `is_flat` says whether x is [rows, columns]."""
     matrix = weights.matrices[role]
     bias = "" if matrix.bias is None else g.weight(matrix.bias)
     weight, name = g.weight(matrix.weight), role.rpartition(".")[2]
@@ -24,20 +26,23 @@ def product(g: GraphBuilder, weights: StoredWeights, role: str, x: str) -> str:
         assert not matrix.by_rows
         return ops.linear(g, x, weight, bias, name)
     assert matrix.scales is not None
-    return ops.matmul_nbits(
+    sizes = {"k": matrix.columns, "n": matrix.rows, "block_size": matrix.block.block_size}
+    y = ops.matmul_nbits(
         g,
         x,
         weight,
         g.weight(matrix.scales),
-        k=matrix.columns,
-        n=matrix.rows,
+        **sizes,
         bits=matrix.block.bits,
-        block_size=matrix.block.block_size,
         zero_points="" if matrix.zero_points is None else g.weight(matrix.zero_points),
-        bias=bias,
+        bias=bias if matrix.offsets is None else "",
         accuracy_level=ACCURACY_LEVEL,
         name=name,
     )
+    if matrix.offsets is None:
+        return y
+    y = ops.add_offsets(g, x, y, g.weight(matrix.offsets), **sizes, is_flat=is_flat, name=name)
+    return g.node("Add", [y, bias], name=f"{name}.bias") if bias else y
 
 
 def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:

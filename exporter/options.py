@@ -27,7 +27,8 @@ class ExportOptions:
     `precision`. None chooses int8 for an int4 model, whose logits a 4-bit head would blur most
     for the least gain, and "same" otherwise.
 
-    `precision` None is int4, or what suits a GGUF file, see `settled`.
+    `precision` None is int4, or what suits a GGUF file, see `settled`. `by_matrix` says that each
+    projection has the bits, 4 or 8, that its blocks in the file need, and is set there.
 
     `group_size` None is that of the checkpoint, where it has weights in integers, in groups that it
     divides, and 128 otherwise.
@@ -55,6 +56,7 @@ class ExportOptions:
     classifier_from_token: tuple[str, ...] | None = None  # None: what the checkpoint says
     score_template: str | None = None  # likewise
     threads: int | None = None  # None: all that this process may use
+    by_matrix: bool = False  # see above
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -73,17 +75,22 @@ class ExportOptions:
                 f"asymmetric blocks are of projections in int4, and the precision is "
                 f"{self.projections}: leave it out, or use the precision int4."
             )
+        if self.by_matrix and self.projections not in _BITS:
+            raise ExportError(
+                f"bits by matrix are 4 or 8, and the precision is {self.projections}: leave them "
+                "out, or use the precision int4 or int8."
+            )
         if "fp32" in {self.projections, self.head} and self.head != self.projections:
             raise ExportError(
                 f"a head in {self.head} does not go with projections in {self.projections}: fp32 "
                 "is all or nothing, for activations have one type. Use the head precision 'same'."
             )
 
-    def settled(self, precision: str) -> ExportOptions:
+    def settled(self, precision: str, *, by_matrix: bool = False) -> ExportOptions:
         """The same with this precision, where none was asked for, nor blocks that only int4 has."""
         if self.precision is not None or self.asymmetric:
             return self
-        return replace(self, precision=precision)
+        return replace(self, precision=precision, by_matrix=by_matrix)
 
     @property
     def projections(self) -> str:
@@ -127,7 +134,12 @@ class ExportOptions:
         return (self.group_size or GROUP_SIZES[-1]) if self.is_quantized else None
 
     def block(
-        self, *, head: bool = False, experts: bool = False, whole: int | None = None
+        self,
+        *,
+        head: bool = False,
+        experts: bool = False,
+        whole: int | None = None,
+        bits: int | None = None,
     ) -> BlockFormat | None:
         """How the projections (or the head, or experts) are quantized; None: they are not.
 
@@ -135,13 +147,15 @@ class ExportOptions:
             head: of the head and the embedding.
             experts: of experts.
             whole: input features that have no last block which juts out; None: that may be.
+            bits: of projections and experts; None: those of the precision.
 
         Raises:
             ExportError: No group size that is allowed divides `whole`.
         """
         if experts and self.keeps_experts:
             return BlockFormat(fp4.BITS, fp4.BLOCK_SIZE, is_fp4=True)
-        bits = _BITS.get(self.head if head else self.projections)
+        if bits is None or head:
+            bits = _BITS.get(self.head if head else self.projections)
         if bits is None:
             return None
         sizes = [size for size in GROUP_SIZES if size <= (self.group_size or GROUP_SIZES[-1])]

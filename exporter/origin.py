@@ -56,6 +56,11 @@ class FolderOrigin:
         """The precision of the weights where none was asked for."""
         return DEFAULT_PRECISION
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether matrices then have precisions of their own."""
+        return False
+
     @cached_property
     def _quantization(self) -> Quantization:
         return read_quantization(self.config)
@@ -125,6 +130,11 @@ class GgufOrigin:
     def precision(self) -> str:
         """The precision of the weights where none was asked for."""
         return self._model.precision
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether matrices then have precisions of their own."""
+        return self._model.is_mixed
 
     def check_weights(self) -> None:
         """Do nothing: types are checked with the header, and when the weights are opened."""

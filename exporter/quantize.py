@@ -3,7 +3,8 @@
 A row [K] is cut into blocks of `block_size` input features that share one scale; the last block
 may be ragged, and is then padded with zeros. A value is `(quant - zero_point) * scale`. What is
 rounded here is symmetric, its zero point 2^(bits - 1), unless the format is asymmetric; integers of
-a checkpoint that need another one may have it, too.
+a checkpoint that need another one may have it, too. See `offsets` for blocks of which no
+integer stands for zero.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_NEAR = 2.0**-10  # of a step, how far what float16 makes of it may be
+NEAR = 2.0**-10  # of a step, how far what float16 makes of it may be
 _TILE_ELEMENTS = 1 << 17  # 512 KiB of float32: a tile and its scratch stay in the L2 cache
 # Of the value farthest from zero, or of the range of a block's values, what quants are tried to
 # cover: values beyond become the nearest end, and all others are rounded more finely. Quants of 4
@@ -54,6 +55,10 @@ class BlockFormat:
     def zero_point_bytes(self, n: int, k: int) -> int:
         """Bytes of the zero points of an [n, k] matrix, where it has them."""
         return n * -(-self.num_blocks(k) * self.bits // 8)
+
+    def offset_bytes(self, n: int, k: int, scale_bytes: int) -> int:
+        """Bytes of the offsets of an [n, k] matrix, where it has them."""
+        return n * self.num_blocks(k) * scale_bytes
 
 
 def quantize_rows(
@@ -117,7 +122,7 @@ def pack_zero_points(
     if block.bits == 8:
         return zero_points
     odd = zero_points.shape[1] % 2
-    return _pack_nibbles(np.pad(zero_points, ((0, 0), (0, odd)), constant_values=block.zero_point))
+    return pack_nibbles(np.pad(zero_points, ((0, 0), (0, odd)), constant_values=block.zero_point))
 
 
 def _quantize_tile(
@@ -156,7 +161,7 @@ def _quantize_tile(
     np.clip(scaled, least, (1 << block.bits) - 0.5, out=scaled)
     with np.errstate(invalid="ignore"):
         levels = scaled.astype(np.uint8)  # truncation after adding one half: round half up
-    quants[...] = _pack_nibbles(levels) if block.bits == 4 else levels
+    quants[...] = pack_nibbles(levels) if block.bits == 4 else levels
     if dequantized is not None:
         np.subtract(levels, zeros, out=scaled)
         with np.errstate(invalid="ignore"):
@@ -228,7 +233,7 @@ def _keep_steps(
     # A zero point is a quant itself, so a block that lacks the level 0 needs room for it.
     low, high = levels.min(-1, initial=0), levels.max(-1, initial=0)
     end, top = block.zero_point, 2 * block.zero_point - 1
-    near = np.abs(steps.astype(dtype).astype(np.float32) - steps) <= np.abs(steps) * _NEAR
+    near = np.abs(steps.astype(dtype).astype(np.float32) - steps) <= np.abs(steps) * NEAR
     fits = near & (low >= -end) & (high < end)
     turned = near & ~fits & (low > -end) & (high <= end) & (block.bits == 4)
     if zero_points is not None:
@@ -280,7 +285,7 @@ def _nearest_scales(
     return scales
 
 
-def _pack_nibbles(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def pack_nibbles(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Join neighbours, the even element in the low nibble; [..., b] to [..., b / 2]."""
     pairs: NDArray[np.uint16] = levels.view("<u2")
     joined: NDArray[np.uint8] = (pairs | (pairs >> 4)).astype(np.uint8)

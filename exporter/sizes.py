@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from onnxport.exporter.checkpoint import Checkpoint
+from onnxport.exporter.formats import Formats
 from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.plan import HEAD, WeightPlan
-from onnxport.exporter.weights import block_of, may_move_zero
 from onnxport.graphs.spec import ArchSpec
 
 
@@ -13,16 +13,19 @@ def artifact_bytes(
     spec: ArchSpec, plan: WeightPlan, checkpoint: Checkpoint, options: ExportOptions
 ) -> int:
     """About how large the weights file becomes, with zero points wherever there may be some."""
+    formats = Formats(plan, options, checkpoint)
     activation_bytes = options.activation_dtype.itemsize
     total = sum(4 * spec.context_length * rope.rotary_dim for rope in spec.ropes)
     for role, matrix in plan.matrices.items():
         if role == HEAD and spec.tie_word_embeddings:
             continue
-        block = block_of(role, matrix, options)
+        block = formats.block(role)
         if block is None:
             total += matrix.rows * matrix.columns * activation_bytes
         else:
             total += block.size_bytes(matrix.rows, matrix.columns, activation_bytes)
-            if may_move_zero(role, matrix, block, checkpoint):
+            if formats.may_move_zero(role):
                 total += block.zero_point_bytes(matrix.rows, matrix.columns)
+            if formats.has_offsets(role):
+                total += block.offset_bytes(matrix.rows, matrix.columns, activation_bytes)
     return total

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter import mxfp4
+from onnxport.exporter.offsets import OffsetBlocks, keep_minima, quantize_offsets
 from onnxport.exporter.plan_parts import MatrixPlan
 from onnxport.exporter.quantize import BlockFormat, pack_zero_points, quantize_rows
 
@@ -30,6 +31,7 @@ class Target:
         rows: int | None = None,
         by_rows: bool = True,
         may_move_zero: bool = False,
+        has_offsets: bool = False,
     ) -> None:
         """Make them.
 
@@ -40,15 +42,17 @@ class Target:
             rows: How many of them there are; None: all.
             by_rows: Whether it is stored [N, K] if it is not quantized, and not [K, N].
             may_move_zero: Whether blocks may have zero points of their own.
+            has_offsets: Whether blocks have offsets, in place of zero points.
         """
         rows = plan.rows if rows is None else rows
-        self._block = block
+        self.block = block
         self.keeps = block is not None and block.is_fp4
         self._dtype = dtype
         self._by_rows = by_rows
         self._part_rows = plan.parts[0].rows if plan.apart else None
         self.weight: NDArray[Any]
         self.scales: NDArray[Any] | None = None
+        self.offsets: NDArray[Any] | None = None
         self._zero_points: NDArray[np.uint8] | None = None
         if block is None:
             dims: tuple[int, ...] = (rows, plan.columns) if by_rows else (plan.columns, rows)
@@ -59,15 +63,17 @@ class Target:
             blocks = block.num_blocks(plan.columns)
             self.weight = np.empty((rows, blocks, block.blob_bytes), np.uint8)
             self.scales = np.empty((rows, blocks), POWERS if block.is_fp4 else dtype)
-            if may_move_zero:
+            if has_offsets:
+                self.offsets = np.empty((rows, blocks), dtype)
+            elif may_move_zero:
                 self._zero_points = np.full((rows, blocks), block.zero_point, np.uint8)
 
     @property
     def zero_points(self) -> NDArray[np.uint8] | None:
         """Those of all blocks, see `pack_zero_points`; None: no block has one of its own."""
-        if self._block is None or self._zero_points is None:
+        if self.block is None or self._zero_points is None:
             return None
-        return pack_zero_points(self._zero_points, self._block)
+        return pack_zero_points(self._zero_points, self.block)
 
     def convert(
         self,
@@ -76,13 +82,14 @@ class Target:
         where: slice,
         meant: Array | None,
         steps: Array | None = None,
+        minima: Array | None = None,
     ) -> int:
         """Store `values` at the rows `where`; what they then mean goes to `meant`.
 
-        `steps` are what they are multiples of, and what is returned is how many blocks have these
-        for scales: see `quantize_rows`.
+        `steps` are what they are multiples of, or, less `minima`, where these are given. What is
+        returned is how many blocks have these for scales: see `quantize_rows` and `keep_minima`.
         """
-        if self._block is None:
+        if self.block is None:
             converted = to_dtype(name, values, self._dtype)
             if self._part_rows is not None:  # rows that are given are of one part
                 part, first = divmod(where.start, self._part_rows)
@@ -96,11 +103,35 @@ class Target:
             return 0
         assert self.scales is not None
         scales = self.scales[where]
+        if self.offsets is not None:
+            return self._with_offsets(name, values, where, meant, steps, minima)
         zero_points = None if self._zero_points is None else self._zero_points[where]
         kept = quantize_rows(
-            values, self._block, self.weight[where], scales, meant, steps, zero_points
+            values, self.block, self.weight[where], scales, meant, steps, zero_points
         )
         if not np.isfinite(scales).all():
+            raise not_finite(name, values, self._dtype)
+        return kept
+
+    def _with_offsets(
+        self,
+        name: str,
+        values: Array,
+        where: slice,
+        meant: Array | None,
+        steps: Array | None,
+        minima: Array | None,
+    ) -> int:
+        assert self.block is not None
+        assert self.scales is not None
+        assert self.offsets is not None
+        out = OffsetBlocks(self.weight[where], self.scales[where], self.offsets[where])
+        if minima is None:
+            kept = quantize_offsets(values, self.block, out, meant, steps)
+        else:
+            assert steps is not None
+            kept = keep_minima(values, steps, minima, out, meant)
+        if not (np.isfinite(out.scales).all() and np.isfinite(out.offsets).all()):
             raise not_finite(name, values, self._dtype)
         return kept
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from onnxport.exporter import rope
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
+from onnxport.exporter.formats import Formats
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import EMBEDDING, HEAD, TABLES, WeightPlan
-from onnxport.exporter.plan_experts import EXPERTS
+from onnxport.exporter.plan import EMBEDDING, HEAD, WeightPlan
 from onnxport.exporter.plan_parts import MatrixPlan, Part
 from onnxport.exporter.quantize import BlockFormat
 from onnxport.exporter.target import Target, to_dtype
@@ -35,9 +35,9 @@ _PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32
 _SMALL_PRODUCT: Final = 1 << 18  # multiplications; OpenBLAS threads what is larger
 
 Array = NDArray[np.float32]
-# [rows, K] in the checkpoint's dtype, and of integers their steps, see `Checkpoint.read_steps`; or
-# MXFP4 to be kept, see `Checkpoint.read_blocks`.
-_Rows = tuple[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
+# [rows, K] in the checkpoint's dtype, and of integers their steps, see `Checkpoint.read_steps`, and
+# minima, see `Checkpoint.read_minima`; or MXFP4 to be kept, see `Checkpoint.read_blocks`.
+_Rows = tuple[NDArray[Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class StoredMatrix:
     bias: TensorRef | None = None  # [N]
     by_rows: bool = False
     zero_points: TensorRef | None = None  # [N, ceil(blocks * bits / 8)]; None: all 2^(bits - 1)
+    offsets: TensorRef | None = None  # [N, blocks], what is added to each block; None: nothing
 
 
 @dataclass(slots=True)
@@ -68,6 +69,11 @@ class StoredWeights:
     def have_zero_points(self) -> bool:
         """Whether some matrices have zero points of their own."""
         return any(one.zero_points is not None for one in self.matrices.values())
+
+    @property
+    def have_offsets(self) -> bool:
+        """Whether some matrices have offsets."""
+        return any(one.offsets is not None for one in self.matrices.values())
 
 
 class StreamingWeights:
@@ -91,6 +97,7 @@ class StreamingWeights:
         self._checkpoint = checkpoint
         self._writer = writer
         self._options = options
+        self._formats = Formats(plan, options, checkpoint)
         self._on_bytes = on_bytes
         self._threads = options.num_threads
         self._pool = ThreadPoolExecutor(self._threads, "onnxport-export")
@@ -112,7 +119,7 @@ class StreamingWeights:
     def embed(self, token_ids: NDArray[np.int64], role: str = EMBEDDING) -> Array:
         """See `WeightSource`. Stores the table now, or with the head if they are tied."""
         plan = self._plan.matrices[role]
-        block = block_of(role, plan, self._options)
+        block = self._formats.block(role)
         (name,) = (part.tensor for part in plan.parts)
         rows = [to_float32(self._checkpoint.read_rows(name, int(i), int(i) + 1)) for i in token_ids]
         values = _times(np.concatenate(rows), plan.scale)
@@ -170,15 +177,16 @@ class StreamingWeights:
         """Store a matrix and its bias; returns what `product` makes of them, float32 [m, N]."""
         plan = self._plan.matrices[role]
         by_rows = by_rows or plan.by_rows
-        block = block_of(role, plan, self._options)
+        block = self._formats.block(role)
         target = Target(
             plan,
             block,
             self._options.activation_dtype,
             by_rows=by_rows,
-            may_move_zero=may_move_zero(role, plan, block, self._checkpoint),
+            may_move_zero=self._formats.may_move_zero(role),
+            has_offsets=self._formats.has_offsets(role),
         )
-        for panel in self._panels(plan, block):
+        for panel in self._panels(plan, target):
             self._convert(target, panel, plan, product)
             self._on_bytes(panel.num_bytes)
         bias: TensorRef | None = None
@@ -191,13 +199,15 @@ class StreamingWeights:
         if y is not None and plan.in_turns:
             y = _apart(y, len(plan.parts))
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
-        scales = zero_points = None
+        scales = zero_points = offsets = None
         if target.scales is not None:
             scales = self._writer.add_weight(f"{role}.scales", target.scales)
+        if target.offsets is not None:
+            offsets = self._writer.add_weight(f"{role}.offsets", target.offsets)
         if (moved := target.zero_points) is not None:
             zero_points = self._writer.add_weight(f"{role}.zero_points", moved)
         self.stored.matrices[role] = StoredMatrix(
-            weight, plan.rows, plan.columns, block, scales, bias, by_rows, zero_points
+            weight, plan.rows, plan.columns, block, scales, bias, by_rows, zero_points, offsets
         )
         return y
 
@@ -229,7 +239,7 @@ class StreamingWeights:
         values = values if plan is None else plan.as_stored(values)
         return self._writer.add_weight(name, values), values.astype(np.float32)
 
-    def _panels(self, plan: MatrixPlan, block: BlockFormat | None) -> Iterator[_Panel]:
+    def _panels(self, plan: MatrixPlan, target: Target) -> Iterator[_Panel]:
         """Panels of rows in order; the next one is read while one is used."""
         step = max(1, _PANEL_ELEMENTS // plan.columns)
         spans = []
@@ -238,7 +248,7 @@ class StreamingWeights:
         for at, part in enumerate(plan.parts):
             for i in range(0, part.rows, part.rows if part.is_transposed else step):
                 end = part.rows if part.is_transposed else min(part.rows, i + step)
-                read = (part, plan.columns, i, end, block)
+                read = (part, plan.columns, i, end, target)
                 if plan.interleaved:  # the even part's rows, and behind each the odd one's
                     place = start - at % 2 * part.rows + 2 * i + at % 2
                 else:
@@ -253,8 +263,7 @@ class StreamingWeights:
             if index + 1 < len(spans):
                 ahead = self._pool.submit(self._read, *spans[index + 1][0])
             # What is in MXFP4 counts as the floats that it stands for, kept or not.
-            keeps = block is not None and block.is_fp4
-            size = len(raw[0]) * plan.columns * 4 if keeps else raw[0].nbytes
+            size = len(raw[0]) * plan.columns * 4 if target.keeps else raw[0].nbytes
             step_rows = 2 if plan.interleaved else 1
             yield _Panel(read[0].tensor, raw, size, row, place, step_rows, scale)
 
@@ -266,20 +275,25 @@ class StreamingWeights:
         self._on_bytes(raw.nbytes)
         return [plan.scale * float(one) for one in to_float32(raw)]
 
-    def _read(
-        self, part: Part, columns: int, first: int, end: int, block: BlockFormat | None
-    ) -> _Rows:
-        """Rows of a part, as they are to be stored in such blocks; of a transposed one all."""
-        rows = (part.tensor, part.first + first, part.first + end)
-        if block is not None and block.is_fp4:
+    def _read(self, part: Part, columns: int, first: int, end: int, target: Target) -> _Rows:
+        """Rows of a part, as they are to be stored there; of a transposed one all."""
+        rows, block = (part.tensor, part.first + first, part.first + end), target.block
+        if target.keeps:
             return self._checkpoint.read_blocks(*rows)
         if not part.is_transposed:
             values = self._checkpoint.read_rows(*rows)
-            steps = None
-            if block is not None and part.tensor in self._checkpoint.packed_matrices:
+            if block is None:
+                return (values,)
+            if part.tensor in self._checkpoint.packed_matrices:
                 self.integer_blocks += len(values) * block.num_blocks(columns)
                 steps = self._checkpoint.read_steps(*rows, block.block_size)
-            return (values,) if steps is None else (values, steps)
+                return (values,) if steps is None else (values, steps)
+            if target.offsets is not None and part.tensor in self._checkpoint.with_minima:
+                found = self._checkpoint.read_minima(*rows, block.block_size)
+                assert found is not None, "offsets are of blocks that have minima"
+                self.integer_blocks += found[0].size
+                return values, *found
+            return (values,)
         at = part.first // part.rows * columns
         values = self._checkpoint.read_rows(part.tensor, at, at + columns)
         return (np.ascontiguousarray(values.T),)
@@ -329,30 +343,6 @@ def _apart(y: Array, experts: int) -> Array:
     """Of each expert gate's features and then up's, where they take turns; [m, N]."""
     pairs = y.reshape(len(y), experts, -1, 2)
     return np.ascontiguousarray(pairs.swapaxes(2, 3)).reshape(y.shape)
-
-
-def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat | None:
-    """How a matrix is quantized; None: it is not."""
-    if plan.is_exact:
-        return None
-    is_head, is_expert = role in {HEAD, *TABLES}, role.endswith(EXPERTS)
-    return options.block(head=is_head, experts=is_expert, whole=plan.whole_blocks)
-
-
-def may_move_zero(
-    role: str, plan: MatrixPlan, block: BlockFormat | None, checkpoint: Checkpoint
-) -> bool:
-    """Whether blocks of a matrix may need zero points of their own, and can have them.
-
-    In an asymmetric format all may. Integers of fewer bits than a block has fit without. Head and
-    embedding may be one table, and experts are no MatMulNBits: these have none.
-    """
-    if block is None or role in {HEAD, *TABLES} or role.endswith(EXPERTS):
-        return False
-    if block.is_asymmetric:
-        return True
-    found = (checkpoint.packed_matrices.get(part.tensor) for part in plan.parts)
-    return any(one is not None and one.bits >= block.bits for one in found)
 
 
 def _store_rope(

@@ -51,6 +51,8 @@ class Manifest:
     head_precision: str  # of the lm_head (and a tied embedding): one of PRECISIONS
     expert_precision: str | None = None  # one of EXPERT_PRECISIONS; None: `precision`
     zero_points: bool | None = None  # whether some projections have them; None: none has
+    offsets: bool | None = None  # likewise
+    int8_matrices: int | None = None  # projections in int8 where `precision` is int4; None: none is
     activation_dtype: str  # of the stored graphs' activations: one of ACTIVATION_DTYPES
     source: Source
     eos_token_ids: tuple[int, ...]
@@ -99,6 +101,8 @@ class Manifest:
             "head_precision": self.head_precision,
             "expert_precision": self.expert_precision,
             "zero_points": self.zero_points,
+            "offsets": self.offsets,
+            "int8_matrices": self.int8_matrices,
             "activation_dtype": self.activation_dtype,
             "eos_token_ids": list(self.eos_token_ids),
             "bos_token_id": self.bos_token_id,
@@ -159,6 +163,8 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "head_precision": (str,),
     "expert_precision": (str, type(None)),
     "zero_points": (bool, type(None)),
+    "offsets": (bool, type(None)),
+    "int8_matrices": _INT_OR_NULL,
     "activation_dtype": (str,),
     "eos_token_ids": (list,),
     "bos_token_id": _INT_OR_NULL,
@@ -169,7 +175,10 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "files": (dict,),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("expert_precision", "zero_points", "embedding", "classification")
+_LATER: Final = (
+    *("expert_precision", "zero_points", "offsets", "int8_matrices"),
+    *("embedding", "classification"),
+)
 _SOURCE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "name": (str,),
     "revision": (str, type(None)),

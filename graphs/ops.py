@@ -216,6 +216,45 @@ def matmul_nbits(
     return g.node("Add", [y, bias], name=f"{name}.bias") if bias else y
 
 
+def add_offsets(
+    g: GraphBuilder,
+    x: str,
+    y: str,
+    offsets: str,
+    *,
+    k: int,
+    n: int,
+    block_size: int,
+    is_flat: bool,
+    name: str = "linear",
+) -> str:
+    """`y` and what an offset of each block of the weights adds to it: `y + sums(x) @ offsets.T`.
+
+    A weight is `(quant - 2^(bits - 1)) * scale + offset` then, as GGUF's Q4_1 and Q4_K have them.
+    These are operators that every execution provider has.
+
+    Args:
+        g: The builder.
+        x: Activations [..., K].
+        y: Their product with weights that have no offsets, [..., N].
+        offsets: [N, K / block_size], of x's dtype.
+        k: Input features, whole blocks.
+        n: Output features.
+        block_size: Input features that share an offset.
+        is_flat: Whether x is [rows, K].
+        name: What the names of nodes begin with.
+    """
+    assert k % block_size == 0
+    blocks = reshape(g, x, (-1, k // block_size, block_size), f"{name}.blocks")
+    sums = g.node("ReduceSum", [blocks, last_axis(g)], name=f"{name}.sums", keepdims=0)
+    rows = y if is_flat else reshape(g, y, (-1, n), f"{name}.rows")
+    total = g.node("Gemm", [sums, offsets, rows], name=f"{name}.offsets", transB=1)
+    if is_flat:
+        return total
+    shape = g.node("Shape", [y], name=f"{name}.shape")
+    return g.node("Reshape", [total, shape], name=f"{name}.unflatten")
+
+
 def last_axis(g: GraphBuilder) -> str:
     """The axes [-1], as an input."""
     return g.constant(np.array([-1], np.int64), "last_axis")

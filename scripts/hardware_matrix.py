@@ -115,14 +115,20 @@ def reduce_report(report: Mapping[str, Any]) -> list[Evidence]:
     """Take what the table needs from what `onnxport verify --json` printed.
 
     Raises:
-        EvidenceError: no provider got so far as to compute logits, or experts have a precision of
-            their own.
+        EvidenceError: no provider got so far as to compute logits, or experts or some matrices
+            have a precision of their own.
     """
     artifact = report["artifact"]
     if experts := artifact.get("expert_precision"):
         raise EvidenceError(
             f"{artifact['name']} has experts in {experts} and the rest in {artifact['precision']}; "
             "the table is of artifacts in one precision, verify such a one"
+        )
+    if count := artifact.get("int8_matrices"):
+        raise EvidenceError(
+            f"{artifact['name']} has {count} matrices in int8 and the rest in "
+            f"{artifact['precision']}; the table is of artifacts in one precision, verify such a "
+            "one"
         )
     found = []
     for provider in report["providers"]:

@@ -207,6 +207,13 @@ def test_experts_of_another_precision_are_no_evidence() -> None:
         matrix.reduce_report(found)
 
 
+def test_matrices_of_another_precision_are_no_evidence() -> None:
+    found = report()
+    found["artifact"] |= {"name": "model", "precision": "int4", "int8_matrices": 3}
+    with pytest.raises(EvidenceError, match="model has 3 matrices in int8 and the rest in int4"):
+        matrix.reduce_report(found)
+
+
 def test_a_report_is_reduced() -> None:
     missing = provider(modes=[], provider="webgpu")
     (found,) = matrix.reduce_report(report(provider(), missing))

@@ -1,8 +1,9 @@
 """How GGUF files store numbers: plain, or in blocks of a row that share scales.
 
-What this file decodes itself are plain numbers, and blocks whose numbers are whole multiples of one
-scale, for these can stay as they are (see `BlockType.bits`). All others the package `gguf` decodes,
-the reference implementation in NumPy of ggml's authors, whose sizes and ids these are, too.
+What is decoded here are plain numbers, and blocks whose numbers are whole multiples of one scale
+(see `BlockType.bits`), or these and a minimum (see `minima`), for such blocks can stay as they are.
+All others the package `gguf` decodes, the reference implementation in NumPy of ggml's authors,
+whose sizes and ids these are, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter import mxfp4
+from onnxport.exporter.gguf import minima
 
 MXFP4: Final = "MXFP4"
 STEP_BLOCK: Final = 32  # numbers that share a scale, in every type that has `BlockType.bits`
@@ -37,6 +39,18 @@ class BlockType:
     size: int  # numbers of a block
     num_bytes: int  # of a block
     bits: int | None = None  # that hold the multiples of its one scale; None: it is not so made
+
+    @property
+    def has_minima(self) -> bool:
+        """Whether its numbers are those of `minima`."""
+        return self.name in minima.NAMES
+
+    @property
+    def wanted_bits(self) -> int | None:
+        """The bits of blocks that change its numbers by nothing or little; None: it is plain."""
+        if self.name in _PLAIN:
+            return None
+        return 4 if self.bits == 4 or self.has_minima or self.name == MXFP4 else 8
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of so many numbers, which are whole blocks."""
@@ -87,7 +101,9 @@ BY_NAME: Final[Mapping[str, BlockType]] = {one.name: one for one in TYPES.values
 _UNEVEN: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
-_OWN: Final = frozenset({*_PLAIN, "Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", MXFP4})
+_OWN: Final = frozenset(
+    {*_PLAIN, *minima.NAMES, "Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", MXFP4}
+)
 
 
 def check_decodable(name: str, tensor: str) -> None:
@@ -130,6 +146,8 @@ def decode(name: str, tensor: str, data: NDArray[np.uint8]) -> NDArray[Any]:
         if name not in _OWN:
             found: NDArray[np.float32] = _library(name, tensor).dequantize(data, _types()[name])
             return found
+        if name in minima.NAMES:
+            return minima.read(name, data).decode()
         blocks = data.reshape(len(data), -1, BY_NAME[name].num_bytes)
         numbers = _levels(name, blocks[..., _SCALE_BYTES:]).astype(np.float32)
         numbers = numbers.reshape(len(data), -1, STEP_BLOCK)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
-from onnxport.exporter.gguf import blocks
+from onnxport.exporter.gguf import blocks, minima
 from onnxport.exporter.gguf.layouts import (
     CORRECTION,
     DECAYS,
@@ -82,17 +82,21 @@ class GgufCheckpoint(Checkpoint):
                 self._tensors[name] = replace(tensor, shape=(math.prod(tensor.shape),))
             if name.endswith(CORRECTION) and tensor.shape[:-1] == (1,):  # as ERNIE has it
                 self._tensors[name] = replace(tensor, shape=tensor.shape[1:])
+        with_minima: set[str] = set()
         for name, tensor in self._tensors.items():
-            bits, shape = blocks.BY_NAME[tensor.dtype].bits, tensor.shape
+            stored, shape = blocks.BY_NAME[tensor.dtype], tensor.shape
             order = self._orders.get(name)
             if order is not None and order.columns is not None and order.columns % _BLOCK:
                 continue  # whose blocks have columns of several groups
-            if bits is not None and len(shape) > 1:
+            if len(shape) > 1 and stored.has_minima:
+                with_minima.add(name)
+            if len(shape) > 1 and stored.bits is not None:
                 rows, columns = math.prod(shape[:-1]), shape[-1]
                 groups = columns // _BLOCK
                 self._packed[name] = PackedMatrix(
-                    (rows, columns), bits, groups, name, name, None, None
+                    (rows, columns), stored.bits, groups, name, name, None, None
                 )
+        self._with_minima = frozenset(with_minima)
         self._joined: dict[str, tuple[str, str]] = {}
         for name in tuple(self._tensors):
             if name.endswith(GATE_BIAS):
@@ -129,6 +133,15 @@ class GgufCheckpoint(Checkpoint):
             and one.dtype not in (*DTYPES, blocks.MXFP4)  # of which the expert precision tells
             and name not in self._packed
         }
+
+    @property
+    def with_minima(self) -> frozenset[str]:
+        """See `Checkpoint`."""
+        return self._with_minima
+
+    def wanted_bits(self, name: str) -> int | None:
+        """See `Checkpoint`."""
+        return blocks.BY_NAME[self._tensors[name].dtype].wanted_bits
 
     def is_readable(self, name: str) -> bool:
         """See `Checkpoint`; the others were refused."""
@@ -202,9 +215,25 @@ class GgufCheckpoint(Checkpoint):
             return None
         return blocks.steps(self._tensors[name].dtype, self._rows(name, start, stop))
 
+    def read_minima(
+        self, name: str, start: int, stop: int, block_size: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+        """Steps and minima of blocks, see `Checkpoint`."""
+        if block_size != _BLOCK:
+            return None
+        found = minima.read(self._tensors[name].dtype, self._rows(name, start, stop))
+        order = self._orders.get(name)
+        if order is None or order.columns is None:
+            return found.steps, found.minima
+        return order.across(found.steps), order.across(found.minima)
+
     def _rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows as they are stored, uint8 [rows, bytes of a row], in the order of others."""
-        load = self._last if name in self._packed else self._load_rows
+        """Rows as they are stored, uint8 [rows, bytes of a row].
+
+        They are in the order of others, and so are columns of what is in integers.
+        """
+        is_read_twice = name in self._packed or name in self._with_minima
+        load = self._last if is_read_twice else self._load_rows
         return load(name, start, stop)
 
     def _load_rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -33,8 +34,6 @@ from onnxport.graphs.spec import ArchSpec
 _COUNT: Final = "split.count"
 _NUMBER: Final = "split.no"
 _TENSORS: Final = "split.tensors.count"
-_MOST_FOR_INT4: Final = 5.25  # bits a weight of what four bits do not change by much
-_LEAST_PLAIN: Final = 16  # bits a weight of what is not quantized
 
 
 class GgufModel:
@@ -84,25 +83,28 @@ class GgufModel:
         if self._folder is not None:
             self._folder.cleanup()
 
-    @property
-    def bits(self) -> float:
-        """Bits a weight of the layers, on average."""
-        size, count = 0, 0
-        for shard in self._shards:
-            for name, tensor in shard.tensors.items():
-                if len(tensor.shape) > 1 and name.startswith("blk."):
-                    kind = blocks.BY_NAME[tensor.dtype]
-                    size += tensor.size_bytes
-                    count += tensor.size_bytes // kind.num_bytes * kind.size
-        return 8 * size / max(count, 1)
+    @cached_property
+    def _wanted_bits(self) -> frozenset[int | None]:
+        """The bits that matrices of layers need, see `BlockType.wanted_bits`."""
+        return frozenset(
+            blocks.BY_NAME[tensor.dtype].wanted_bits
+            for shard in self._shards
+            for name, tensor in shard.tensors.items()
+            if len(tensor.shape) > 1 and name.startswith("blk.")
+        )
 
     @property
     def precision(self) -> str:
-        """The precision of the weights where none was asked for.
+        """The precision of the weights where none was asked for: the one that the file is nearest.
 
-        It is int4, but for files that have more bits, up to 8.5, of which int8 keeps most.
+        It is int4 where some matrices are in four bits, or none is quantized, else int8.
         """
-        return "int8" if _MOST_FOR_INT4 < self.bits < _LEAST_PLAIN else "int4"
+        return "int8" if 8 in self._wanted_bits and 4 not in self._wanted_bits else "int4"
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some matrices need more bits than others, or are plain beside them."""
+        return len(self._wanted_bits) > 1
 
     def open(self, spec: ArchSpec) -> GgufCheckpoint:
         """The weights. Raises CheckpointError where they are not there, or cannot be decoded."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.linear_spec import LinearAttentionSpec
 from onnxport.graphs.spec import ArchSpec
+
+Numbers = TypeVar("Numbers", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Order:
     places: NDArray[np.int64]
     columns: int | None = None
 
-    def across(self, rows: NDArray[np.generic]) -> NDArray[np.generic]:
+    def across(self, rows: NDArray[Numbers]) -> NDArray[Numbers]:
         """The columns of rows, or what stands for them, in the order of others; [rows, …]."""
         groups = rows.reshape(len(rows), len(self.places), -1)
         return np.ascontiguousarray(groups[:, self.places]).reshape(rows.shape)

@@ -18,7 +18,7 @@ import onnx
 from onnxport.graphs.inspect import attribute_int, consumers, input_at, set_input
 from onnxport.graphs.passes.gated_gelu import GATED_GELU
 from onnxport.graphs.passes.gated_silu import DOMAIN, GATED_SILU
-from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS, ZERO_POINTS
+from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS, OFFSETS, ZERO_POINTS
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult, copy_model
 
@@ -26,6 +26,7 @@ GATED_MLP: Final = "GatedMlp"  # [..., K] -> inner features, gated -> [..., N]
 NORM_INPUT: Final = 5  # skip and gamma, see graphs.passes.input_norm; adapters come behind them
 ADAPTERS_INPUT: Final = 7
 MLP_ZERO_POINTS: Final = (11, 12)  # of gate and up, and of down
+MLP_OFFSETS: Final = (13, 14)  # likewise
 _INTEGER_LORA_INPUTS: Final = 6  # of AddLora, with scales
 _GATES: Final = (GATED_SILU, GATED_GELU)
 
@@ -73,7 +74,10 @@ def fuse_gated_mlp(model: onnx.ModelProto) -> PassResult:
 
 
 def zero_point_bytes(model: onnx.ModelProto) -> int:
-    """What our products and layers keep of zero points besides what is stored: two bytes each."""
+    """What our products and layers keep of zero points besides what is stored: two bytes each.
+
+    Offsets take what they do in the file.
+    """
     total = 0
     for node in model.graph.node:
         if not _is_ours(node, MATMUL_NBITS, GATED_MLP):
@@ -196,7 +200,8 @@ def _node(mlp: _Mlp) -> onnx.NodeProto:
         down_block_size=attribute_int(mlp.down, "block_size", 0),
         **attributes,
     )
-    for product, place in zip((mlp.gate_up, mlp.down), MLP_ZERO_POINTS, strict=True):
-        if zero_points := input_at(product, ZERO_POINTS):
-            set_input(node, place, zero_points)
+    for source, places in ((ZERO_POINTS, MLP_ZERO_POINTS), (OFFSETS, MLP_OFFSETS)):
+        for product, place in zip((mlp.gate_up, mlp.down), places, strict=True):
+            if name := input_at(product, source):
+                set_input(node, place, name)
     return node

@@ -20,7 +20,8 @@ from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 MATMUL_NBITS: Final = "MatMulNBits"  # [..., K] -> [..., N]
-ZERO_POINTS: Final = 14  # their place among the inputs, behind all others
+ZERO_POINTS: Final = 14  # their place among the inputs, behind what other passes give
+OFFSETS: Final = 15  # likewise of offsets, see `graphs.passes.block_offsets`
 BITS: Final = (4, 8)
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
 _DEFAULTS: Final = {"K": 0, "N": 0, "bits": 4, "block_size": 0}  # the schema requires all but bits

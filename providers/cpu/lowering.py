@@ -15,6 +15,7 @@ from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.block_offsets import fuse_block_offsets
 from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
 from onnxport.graphs.passes.float_experts import float_expert_weights, use_float_experts
 from onnxport.graphs.passes.gated_experts import use_gated_experts
@@ -134,6 +135,8 @@ def lower(
         yield step
         if int8:
             step = use_int8_matmul(step.model)
+            yield step
+            step = fuse_block_offsets(step.model, stored)
             yield step
             step = fuse_gated_mlp(step.model)
             yield step

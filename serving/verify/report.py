@@ -86,6 +86,8 @@ class ArtifactReport:
     head_precision: str
     expert_precision: str | None  # null: that of the rest
     zero_points: bool  # whether some projections have them
+    offsets: bool  # likewise
+    int8_matrices: int | None  # projections in int8, where `precision` is int4; null: none
     group_size: int | None
     fingerprint: str
     format_version: int
@@ -93,12 +95,13 @@ class ArtifactReport:
     @property
     def weights(self) -> str:
         """What they are stored in, and experts where that is something else."""
-        named = self.precision + (" with zero points" if self.zero_points else "")
-        if self.expert_precision is None:
-            return named
-        return (
-            f"{named}{' and' if self.zero_points else ' with'} experts in {self.expert_precision}"
-        )
+        parts = [
+            *(["zero points"] if self.zero_points else []),
+            *(["offsets"] if self.offsets else []),
+            *([f"{self.int8_matrices} matrices in int8"] if self.int8_matrices else []),
+            *([f"experts in {self.expert_precision}"] if self.expert_precision else []),
+        ]
+        return self.precision + (f" with {' and '.join(parts)}" if parts else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,8 @@ def describe(artifact: Artifact) -> ArtifactReport:
         head_precision=manifest.head_precision,
         expert_precision=manifest.expert_precision,
         zero_points=bool(manifest.zero_points),
+        offsets=bool(manifest.offsets),
+        int8_matrices=manifest.int8_matrices,
         group_size=manifest.group_size,
         fingerprint=manifest.fingerprint,
         format_version=manifest.format_version,

@@ -15,7 +15,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers import registry
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
-from tests.conformance.make import AWQ, HYBRID, LATENT, MIXED, MXFP4, PRECISIONS
+from tests.conformance.make import AWQ, HYBRID, LATENT, MIXED, MXFP4, PRECISIONS, Q4_1
 from tests.conformance.rules import Rule
 
 POOL_TOKENS = 1024
@@ -23,7 +23,7 @@ BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
 LATENT_FAMILIES = tuple(family for family, _ in LATENT)
 MIXED_FAMILIES = tuple(family for family, _ in MIXED)
 HYBRID_FAMILIES = tuple(family for family, _ in HYBRID)
-QUANTIZED = ("int8", "int4", AWQ, MXFP4)
+QUANTIZED = ("int8", "int4", AWQ, MXFP4, Q4_1)
 # An int8 cache whose scales each token has to itself: coarse, and the same in any batch. Attention
 # of random weights is steep; measured: 0.41, and mostly below 0.2; of latents with experts 1.4.
 INT8_CACHE = Rule("int8 cache", 0.6, identical=True, with_experts=2.5)
@@ -59,7 +59,7 @@ class Lane:
     options: Mapping[str, Any] = field(default_factory=dict)  # of LoadOptions
     rule: Rule | None = None  # None: by the types that the model computes and stores
     emulated: bool = False
-    precisions: tuple[str, ...] = (*PRECISIONS, AWQ, MXFP4)
+    precisions: tuple[str, ...] = (*PRECISIONS, AWQ, MXFP4, Q4_1)
     refused: tuple[str, ...] = ()  # families that the lane's attention does not take
 
     def look(self) -> Found:

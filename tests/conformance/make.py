@@ -20,6 +20,8 @@ FAMILIES: Final = ("llama", "mistral-window", "qwen2", "qwen3")
 PRECISIONS: Final = ("fp32", "fp16", "int8", "int4")
 MXFP4: Final = "mxfp4"  # int4 with experts in MXFP4, as the checkpoint has them
 AWQ: Final = "awq"  # int4 whose checkpoint is in AWQ's integers, with zero points
+# int4 with offsets and int8, of a GGUF file whose matrices are in Q4_1, some in Q8_0.
+Q4_1: Final = "q4_1"
 # Each family and each precision once, where all pairs would take too long.
 DIAGONAL: Final = (
     ("llama", "fp16"),
@@ -79,6 +81,7 @@ ONCE: Final = (
     ("phi", "int4"),
     ("phi3-longrope", "int4"),
     ("qwen2", AWQ),
+    ("qwen2", Q4_1),
     ("qwen2-moe", "int4"),
     ("qwen3-moe", "int4"),
     ("seed-oss", "fp16"),
@@ -107,14 +110,28 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
             from tests.exporter import integers
 
             integers.store_awq(checkpoint, GROUP_SIZE)
+        if precision == Q4_1:
+            checkpoint = _in_q4_1(checkpoint)
         export_model(checkpoint, path, export_options(precision))
     return path
+
+
+def _in_q4_1(checkpoint: Path) -> Path:
+    """A GGUF file of a checkpoint."""
+    from tests.exporter.ggufs import Kind, write
+
+    def kind(name: str, _: object) -> Kind:
+        return Kind.Q8_0 if "attn_output" in name or not name.startswith("blk.") else Kind.Q4_1
+
+    return write(checkpoint, checkpoint.with_suffix(".gguf"), kind)
 
 
 def export_options(precision: str) -> ExportOptions:
     """How a case is exported in one of the precisions above."""
     if precision == MXFP4:
         return ExportOptions(precision="int4", expert_precision="mxfp4", group_size=GROUP_SIZE)
+    if precision == Q4_1:  # as the file has them
+        return ExportOptions(group_size=GROUP_SIZE)
     stored = "int4" if precision == AWQ else precision
     return ExportOptions(precision=stored, group_size=GROUP_SIZE)
 

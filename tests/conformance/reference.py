@@ -56,6 +56,9 @@ class ArtifactWeights:
             scales, zeros = (self._values.get(f"{role}.{one}") for one in ("scales", "zero_points"))
             assert scales is not None
             product = x @ self._dequantize(weight, scales, zeros)[:, : x.shape[-1]].T
+            if (offsets := self._values.get(f"{role}.offsets")) is not None:
+                sums = x.reshape(len(x), offsets.shape[1], -1).sum(-1)
+                product = product + sums @ offsets.astype(np.float32).T
         return product if bias is None else product + bias.astype(np.float32)
 
     def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:

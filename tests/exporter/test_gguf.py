@@ -135,25 +135,29 @@ def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return found
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.F16])
-def test_value_heads_in_another_order(tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kept_in"), [(Kind.Q8_0, "int8"), (Kind.Q4_1, "int4"), (Kind.F16, None)]
+)
+def test_value_heads_in_another_order(tmp_path: Path, kind: Kind, kept_in: str | None) -> None:
     """Blocks of their columns are kept, and move with them."""
     one = case("qwen3.5")
     checkpoints.make(replace(one, config=one.config | HEADS), tmp_path / "checkpoint")
     path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", kind)
-    logits = {}
+    logits, quantized = {}, kept_in or "int8"
     for source in (tmp_path / "checkpoint", path):
-        for precision in ("fp32", "int8"):
+        for precision in ("fp32", quantized):
             options = ExportOptions(precision=precision, threads=2, group_size=32)
+            if precision == "int4":  # whose head and embedding have no minima
+                options = replace(options, head_precision="fp16")
             made = export_model(source, tmp_path / f"{source.name}-{precision}", options)
             with np.load(made / "golden.npz") as golden:
                 logits[source == path, precision] = golden["logits"]
     expected = logits[False, "fp32"]
-    for precision in ("fp32", "int8"):
+    for precision in ("fp32", quantized):
         error = np.abs(logits[True, precision] - expected).mean() / np.abs(expected).mean()
-        assert error < 0.08
-    kept = np.abs(logits[True, "int8"] - logits[True, "fp32"]).mean() / np.abs(expected).mean()
-    assert (kept < 0.01) == (kind == Kind.Q8_0)  # of what is in blocks already
+        assert error < (1 if kept_in == "int4" else 0.08)
+    kept = np.abs(logits[True, quantized] - logits[True, "fp32"]).mean() / np.abs(expected).mean()
+    assert (kept < 0.02) == (kept_in is not None)  # of what is in blocks already
 
 
 def test_decays_of_states(tmp_path: Path) -> None:
@@ -256,10 +260,13 @@ def stored(artifact: Artifact, role: str) -> NDArray[np.float32]:
     )
     assert f"{role}.zero_points" not in found
     zero = 128
-    if artifact.manifest.precision == "int4":
+    if artifact.manifest.group_size == 2 * quants.shape[-1]:
         quants, zero = np.stack([quants & 15, quants >> 4], axis=-1), 8
     numbers = quants.reshape(*quants.shape[:2], -1).astype(np.float32) - zero
-    return (numbers * scales.reshape(-1, blocks, 1)).reshape(len(quants), -1)
+    numbers *= scales.reshape(-1, blocks, 1)
+    if f"{role}.offsets" in found:
+        numbers += artifact.read_tensor(found[f"{role}.offsets"]).astype(np.float32)[..., None]
+    return numbers.reshape(len(quants), -1)
 
 
 def meant(path: Path, name: str, heads: int = 0) -> NDArray[np.float32]:
@@ -341,9 +348,10 @@ def test_experts_are_kept_bit_by_bit(tmp_path: Path) -> None:
         (Kind.F32, "int4"),
         (Kind.BF16, "int4"),
         (Kind.Q4_1, "int4"),
+        (Kind.Q4_K, "int4"),
         (Kind.Q5_1, "int8"),
         (Kind.Q6_K, "int8"),
-        (Kind.Q2_K, "int4"),
+        (Kind.Q2_K, "int8"),
         (Kind.Q5_K, "int8"),
         (by_matrix, "int4"),
     ],
@@ -364,20 +372,34 @@ def test_asymmetric_blocks_are_asked_for_in_int4(tmp_path: Path) -> None:
     assert Artifact.read(path).manifest.precision == "int4"
 
 
-def test_what_is_quantized_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("precision", "told", "least", "most"),
+    [
+        ("int4", "Q5_K, Q6_K, 6 of them", 0.02, 0.1),  # those of Q4_K are kept
+        ("int8", "Q4_K, Q5_K, Q6_K, 16 of them", 0.001, 0.01),
+        # With Q4_K beside it where queries, keys and values are one matrix: 2 of each layer.
+        (None, "Q4_K, Q5_K, Q6_K, 10 of them", 0.001, 0.01),
+    ],
+)
+def test_what_is_quantized_again_is_told(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    precision: str | None,
+    told: str,
+    least: float,
+    most: float,
+) -> None:
     path = made(tmp_path, by_matrix, **WIDE)
     export_model(path, tmp_path / "floats", ExportOptions(precision="fp32"))
     assert "quantized again" not in caplog.text
     expected = meant(path, "blk.1.ffn_down.weight")
-    for precision, least, most in (("int4", 0.02, 0.1), ("int8", 0.001, 0.01)):
-        caplog.clear()
-        options = ExportOptions(precision=precision)
-        artifact = Artifact.read(export_model(path, tmp_path / precision, options))
-        assert "stored in Q4_K, Q5_K, Q6_K, 16 of them, whose blocks" in caplog.text
-        assert ("to int4 and int8 in groups of 32" in caplog.text) == (precision == "int4")
-        assert ("int8 changes them less" in caplog.text) == (precision == "int4")
-        off = np.linalg.norm(stored(artifact, "layers.1.down") - expected)
-        assert least < off / np.linalg.norm(expected) < most
+    options = ExportOptions(precision=precision)
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", options))
+    assert f"stored in {told}, whose blocks" in caplog.text
+    assert ("to int4 and int8 in groups of 32" in caplog.text) == (precision == "int4")
+    assert ("int8 changes them less" in caplog.text) == (precision == "int4")
+    off = np.linalg.norm(stored(artifact, "layers.1.down") - expected)
+    assert least < off / np.linalg.norm(expected) < most
 
 
 # What transformers does not read of a GGUF file, and takes its defaults for.

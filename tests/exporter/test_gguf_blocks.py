@@ -12,13 +12,14 @@ from gguf import GGMLQuantizationType as Kind
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import to_float32
-from onnxport.exporter.gguf import blocks
+from onnxport.exporter.gguf import blocks, minima
 from onnxport.exporter.gguf.checkpoint import GgufCheckpoint, Heads
 from onnxport.exporter.gguf.shard import GgufShard
 from tests.exporter import ggufs
 
 DECODED = (*gguf.quants._type_traits, Kind.F32, Kind.F16)
 IN_MULTIPLES = (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL)
+WITH_MINIMA = (Kind.Q4_1, Kind.Q4_K)
 
 
 def test_types_are_those_of_the_package() -> None:
@@ -54,6 +55,20 @@ def test_numbers_are_multiples_of_steps(kind: Kind) -> None:
     assert -(1 << bits - 1) <= levels.min() < levels.max() < 1 << bits - 1
 
 
+@pytest.mark.parametrize("kind", WITH_MINIMA, ids=lambda kind: kind.name)
+def test_numbers_are_levels_above_minima(kind: Kind) -> None:
+    """Of all bits that there may be in steps and minima: random bytes."""
+    data = np.random.default_rng(1).integers(0, 256, rows_of(kind).shape, np.uint8)
+    halves = data.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+    halves[:, [1, 3]] &= 0xBB  # no infinities
+    found = minima.read(kind.name, data)
+    assert (found.levels.min(), found.levels.max()) == (0, 15)
+    assert found.steps.shape == found.minima.shape == (len(data), found.levels.shape[1])
+    numbers = found.levels * found.steps[..., None] + found.minima[..., None]
+    expected = gguf.quants.dequantize(data, kind)
+    np.testing.assert_array_equal(numbers.reshape(len(data), -1), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "levels", "width"),
     [
@@ -84,10 +99,11 @@ def test_a_type_that_nobody_decodes(kind: Kind) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    for kind in IN_MULTIPLES:
+    for kind in (*IN_MULTIPLES, *WITH_MINIMA):
         blocks.check_decodable(kind.name, "some")
-    with pytest.raises(CheckpointError, match=r"some is Q4_K, .*pip install 'onnxport\[gguf\]'"):
-        blocks.check_decodable("Q4_K", "some")
+        blocks.decode(kind.name, "some", rows_of(kind))
+    with pytest.raises(CheckpointError, match=r"some is Q6_K, .*pip install 'onnxport\[gguf\]'"):
+        blocks.check_decodable("Q6_K", "some")
 
 
 def checkpoint(path: Path, kind: Kind, heads: int = 4) -> tuple[GgufCheckpoint, np.ndarray]:
@@ -105,7 +121,9 @@ def checkpoint(path: Path, kind: Kind, heads: int = 4) -> tuple[GgufCheckpoint, 
     return GgufCheckpoint([GgufShard(path)], turned), gguf.quants.dequantize(data, kind)
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.Q4_0, Kind.Q6_K], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kind", [Kind.F32, Kind.BF16, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K], ids=lambda k: k.name
+)
 def test_rows_of_heads_are_read_in_halves(tmp_path: Path, kind: Kind) -> None:
     found, values = checkpoint(tmp_path / "model.gguf", kind)
     order = np.concatenate([6 * head + np.array([0, 2, 4, 1, 3, 5]) for head in range(4)])
@@ -116,6 +134,13 @@ def test_rows_of_heads_are_read_in_halves(tmp_path: Path, kind: Kind) -> None:
         bias = found.read("q.bias")
         assert bias.shape == (24,)
         assert found.read("q.weight").shape == (24, 256)
+        if kind == Kind.Q4_K:
+            found_minima = found.read_minima("q.weight", 5, 13, 32)
+            assert found_minima is not None
+            steps, least = (one[..., None] for one in found_minima)
+            levels = (values[order][5:13].reshape(8, -1, 32) - least) / steps
+            np.testing.assert_allclose(levels, np.rint(levels), atol=1e-4)
+            assert found.read_minima("q.weight", 0, 1, 64) is None
         if kind == Kind.Q4_0:
             steps = found.read_steps("q.weight", 5, 13, 32)
             assert steps is not None
@@ -129,14 +154,20 @@ def test_rows_of_heads_are_read_in_halves(tmp_path: Path, kind: Kind) -> None:
 
 
 def test_what_can_stay_as_it_is(tmp_path: Path) -> None:
-    for kind, bits, width in (
-        (Kind.F32, None, set()),
-        (Kind.Q6_K, None, {32}),
-        (Kind.Q8_0, 8, {32}),
+    for kind, bits, width, wanted in (
+        (Kind.F32, None, set(), None),
+        (Kind.Q6_K, None, {32}, 8),
+        (Kind.Q4_K, None, {32}, 4),
+        (Kind.Q4_1, None, {32}, 4),
+        (Kind.Q4_0, 4, {32}, 4),
+        (Kind.Q8_0, 8, {32}, 8),
     ):
         found, _ = checkpoint(tmp_path / f"{kind.name}.gguf", kind)
         with found:
             packed = found.packed_matrices.get("q.weight")
             assert (packed and packed.bits) == bits
             assert found.group_widths == width
-            assert found.requantized == ({"q.weight": "Q6_K"} if kind == Kind.Q6_K else {})
+            assert found.wanted_bits("q.weight") == wanted
+            assert found.with_minima == ({"q.weight"} if kind in WITH_MINIMA else set())
+            is_quantized = kind in (Kind.Q6_K, *WITH_MINIMA)
+            assert found.requantized == ({"q.weight": kind.name} if is_quantized else {})

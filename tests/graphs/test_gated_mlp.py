@@ -12,7 +12,12 @@ from onnx import TensorProto, helper
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int, input_at, set_input
 from onnxport.graphs.lora import SlotDtype
-from onnxport.graphs.passes.gated_mlp import MLP_ZERO_POINTS, fuse_gated_mlp, zero_point_bytes
+from onnxport.graphs.passes.gated_mlp import (
+    MLP_OFFSETS,
+    MLP_ZERO_POINTS,
+    fuse_gated_mlp,
+    zero_point_bytes,
+)
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.lora import add_lora, add_lora_operator
@@ -72,6 +77,17 @@ def test_zero_points_go_along(has_zeros: tuple[bool, bool]) -> None:
     (wanted,) = onnx.load_from_string(mlp_cases.fused(of)).graph.node
     assert list(node.input) == list(wanted.input)
     assert [bool(input_at(node, place)) for place in MLP_ZERO_POINTS] == list(has_zeros)
+
+
+@pytest.mark.parametrize("has_offsets", [(True, False), (False, True), (True, True)])
+def test_offsets_go_along(has_offsets: tuple[bool, bool]) -> None:
+    of = mlp_cases.make_case(
+        2, (4, 32), (4, 32), (96, 70, 40), 5, (not has_offsets[0], False), has_offsets
+    )
+    (node,) = fuse_gated_mlp(onnx.load_from_string(mlp_cases.separate(of))).model.graph.node
+    (wanted,) = onnx.load_from_string(mlp_cases.fused(of)).graph.node
+    assert list(node.input) == list(wanted.input)
+    assert [bool(input_at(node, place)) for place in MLP_OFFSETS] == list(has_offsets)
 
 
 @pytest.mark.parametrize("at", [0, 2])

@@ -25,8 +25,9 @@ from tests.conformance.make import make_artifact
 from tests.kernels import matmul_cases, matmul_lora_cases
 from tests.kernels.mlp_lora_cases import INPUTS
 
-CASE = matmul_lora_cases.make_case(8, 5)
+CASE = matmul_lora_cases.make_case(6, 5)
 WITH_ZERO_POINTS = matmul_lora_cases.make_case(7, 5)
+WITH_OFFSETS = matmul_lora_cases.make_case(8, 5)
 FIRED = {"adapters added by their products": 1}
 PRODUCT, ADDING = 0, 1  # places in the model
 
@@ -41,7 +42,7 @@ def model(case: matmul_lora_cases.AdaptedProduct = CASE) -> onnx.ModelProto:
     return of
 
 
-@pytest.mark.parametrize("case", [CASE, WITH_ZERO_POINTS])
+@pytest.mark.parametrize("case", [CASE, WITH_ZERO_POINTS, WITH_OFFSETS])
 def test_they_go_into_the_product_and_the_bias_after_them(
     case: matmul_lora_cases.AdaptedProduct,
 ) -> None:
@@ -54,7 +55,8 @@ def test_they_go_into_the_product_and_the_bias_after_them(
     biased = fuse_product_bias(result.model)
     assert biased.changes == {"biases added by their products": 1}
     (node,) = biased.model.graph.node
-    behind = ["", "", "z"] if case is WITH_ZERO_POINTS else []
+    places = {id(WITH_ZERO_POINTS): ["", "", "z"], id(WITH_OFFSETS): ["", "", "", "o"]}
+    behind = places.get(id(case), [])
     assert list(node.input) == ["x", "w", "s", "", "", "bias", "", "", *INPUTS, *behind]
     assert list(node.output) == ["y"]
     library = find_library()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxport.graphs.inspect import set_input
-from onnxport.graphs.passes.int8_matmul import ZERO_POINTS
+from onnxport.graphs.passes.int8_matmul import OFFSETS, ZERO_POINTS
 
 Floats = NDArray[np.float32]
 
@@ -38,6 +38,7 @@ class MatMulCase:
     # The quants are E2M1: levels are twice what they are, and scales half of what those are.
     is_fp4: bool = False
     zero_points: NDArray[np.uint8] | None = None  # [N, blocks], one each; None: the middle
+    offsets: NDArray[np.float16] | None = None  # [N, blocks], added to each weight; None: nothing
 
     def replace(self, **changes: object) -> MatMulCase:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -103,7 +104,9 @@ def random_case(seed: int) -> MatMulCase:
     bits, block_size = BITS[seed % 2], BLOCK_SIZES[seed // 2 % 5]
     n, k, rows = int(rng.choice(WIDTHS)), int(rng.choice(DEPTHS)), int(rng.choice(ROWS))
     case = make_case(seed, bits, block_size, k, n, rows)
-    return with_zero_points(seed, case) if seed % 7 in (3, 5) else case
+    if seed % 7 in (3, 5):
+        return with_zero_points(seed, case)
+    return with_offsets(seed, case) if seed % 7 in (2, 4) else case
 
 
 def with_zero_points(seed: int, case: MatMulCase) -> MatMulCase:
@@ -112,6 +115,14 @@ def with_zero_points(seed: int, case: MatMulCase) -> MatMulCase:
     zeros = rng.integers(0, 1 << case.bits, case.scales.shape, np.uint8)
     zeros[rng.integers(0, 4, zeros.shape) == 0] = 1 << (case.bits - 1)
     return case.replace(zero_points=zeros)
+
+
+def with_offsets(seed: int, case: MatMulCase) -> MatMulCase:
+    """The same with random offsets, larger and smaller than what they are added to, and none."""
+    rng = np.random.default_rng(seed + 2)
+    offsets = rng.standard_normal(case.scales.shape) * 0.02 * (1 << case.bits)
+    offsets *= rng.choice([0, 1e-3, 0.1, 1, 10], case.scales.shape)
+    return case.replace(offsets=offsets.astype(np.float16))
 
 
 def make_case(seed: int, bits: int, block_size: int, k: int, n: int, rows: int) -> MatMulCase:
@@ -157,7 +168,10 @@ def expected(case: MatMulCase) -> NDArray[np.float64]:
     quants, scales = quantize(case)
     sums = np.einsum("rbi,nbi->rbn", quants.astype(np.float64), case.levels.astype(np.float64))
     weights = case.scales.T.astype(np.float64)[None]
-    return np.asarray((sums * scales.astype(np.float64)[..., None] * weights).sum(1))
+    found = (sums * scales.astype(np.float64)[..., None] * weights).sum(1)
+    if case.offsets is not None:
+        found += (quants.sum(-1) * scales.astype(np.float64)) @ case.offsets.T.astype(np.float64)
+    return np.asarray(found)
 
 
 def product_bits(case: MatMulCase) -> Floats:
@@ -205,7 +219,8 @@ def rounding_bound(case: MatMulCase) -> NDArray[np.float64]:
 
 def weights_of(case: MatMulCase) -> NDArray[np.float64]:
     """[N, blocks, block_size]"""
-    return np.asarray(case.levels * case.scales.astype(np.float64)[..., None])
+    found = case.levels * case.scales.astype(np.float64)[..., None]
+    return np.asarray(found if case.offsets is None else found + case.offsets[..., None])
 
 
 def model(case: MatMulCase, constant: bool = True, **attributes: int) -> bytes:
@@ -222,6 +237,9 @@ def model(case: MatMulCase, constant: bool = True, **attributes: int) -> bytes:
     if case.zero_points is not None:
         tensors.append(numpy_helper.from_array(case.stored_zero_points, "z"))
         set_input(node, ZERO_POINTS, "z")
+    if case.offsets is not None:
+        tensors.append(numpy_helper.from_array(case.offsets, "o"))
+        set_input(node, OFFSETS, "o")
     shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"])]
     if not constant:
@@ -250,7 +268,10 @@ def magnitudes(case: MatMulCase) -> NDArray[np.float64]:
     """The largest that partial sums may become, [rows, N]: rounding is relative to that."""
     weights = np.abs(case.centred).sum(-1) + np.abs(case.levels - case.centred).sum(-1)
     largest = np.abs(case.blocks_of(case.rows())).max(-1).astype(np.float64)
-    return np.asarray(largest @ (weights * np.abs(case.scales.astype(np.float64))).T)
+    weights = weights * np.abs(case.scales.astype(np.float64))
+    if case.offsets is not None:
+        weights += np.abs(case.offsets.astype(np.float64)) * case.block_size
+    return np.asarray(largest @ weights.T)
 
 
 def session(library: Path, serialized: bytes, threads: int = 2) -> ort.InferenceSession:

@@ -20,7 +20,7 @@ struct Stored {
   std::vector<float> x, scales;
   std::vector<float> skip, gamma, residual;  // of a norm; empty for none
   std::vector<uint8_t> quants, exponents;    // exponents, E8M0, in place of scales
-  std::vector<uint8_t> zero_points;          // empty for none
+  std::vector<uint8_t> zero_points;          // or offsets; empty for none
   std::vector<uint16_t> zeros;               // packed
 
   onnxport::Scales stored_scales() const {
@@ -46,6 +46,7 @@ Stored read_product() {
   else
     stored.scales = read_array<float>(m.n * num_blocks(m));
   m.half_scales = onnxport::are_halves(stored.stored_scales(), m.n * num_blocks(m));
+  m.has_offsets = sizes[7] == 2;
   if (sizes[7] != 0) stored.zero_points = read_array<uint8_t>(m.n * stored_zero_bytes(m));
   if (sizes[5] != 0) {
     m.norm.epsilon = read_array<float>(1)[0];
@@ -83,7 +84,7 @@ void connect(MatMul& m, Stored& stored, const uint8_t* weights) {
   m.norm.residual = stored.residual.data();
 }
 
-// Packs zero points, if there are some, for a call that has them as `pack` does.
+// Packs zero points or offsets, if there are some, for a call that has them as `pack` does.
 template <class Pack>
 void connect_zeros(MatMul& m, Stored& stored, Pack pack) {
   if (stored.zero_points.empty()) return;

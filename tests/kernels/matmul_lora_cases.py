@@ -99,6 +99,8 @@ def make_case(seed: int, rows: int, bits: int = 4, dtype: str = "int8") -> Adapt
     product = product.replace(x=random.standard_normal((rows, DEPTH)).astype(np.float32))
     if seed % 3 == 1:
         product = matmul_cases.with_zero_points(seed, product)
+    if seed % 3 == 2:
+        product = matmul_cases.with_offsets(seed, product)
     bias = random.standard_normal(sum(COLUMNS)).astype(np.float32)
     slots = random.integers(0, len(RANKS), rows, np.int32)
     return AdaptedProduct(product, bias, slots, dtype)

@@ -2,14 +2,14 @@
 
 The input is the numbers of products, of layers, of products of few outputs and of layers of
 experts, then for each product K, N, bits, block_size, rows, whether there is a norm, whether
-weights are E2M1 and whether there are zero points as int64, the activations, quants, scales, which
-are bytes of E8M0 beside E2M1, zero points, and the norm's epsilon, skip and gamma; a layer is two
-of them, the second one without rows or a norm. A product of few outputs is followed by the number
-of its calls, of each how many outputs of the rows must be exact as int32, and whether the calls are
-concurrent. A layer of experts has the weights of all of them, and is followed by how many there
-are, how many a row goes to, whether weights are normalized and whether there are biases as int64,
-alpha, the offset and the limit, the biases, and the logits. The answer is the bytes of each output,
-and after it, where there is a norm, of what it added up.
+weights are E2M1 and whether there are zero points, 1, or offsets, 2, as int64, the activations,
+quants, scales, which are bytes of E8M0 beside E2M1, zero points or offsets, and the norm's epsilon,
+skip and gamma; a layer is two of them, the second one without rows or a norm. A product of few
+outputs is followed by the number of its calls, of each how many outputs of the rows must be exact
+as int32, and whether the calls are concurrent. A layer of experts has the weights of all of them,
+and is followed by how many there are, how many a row goes to, whether weights are normalized and
+whether there are biases as int64, alpha, the offset and the limit, the biases, and the logits. The
+answer is the bytes of each output, and after it, where there is a norm, of what it added up.
 """
 
 from __future__ import annotations
@@ -151,11 +151,14 @@ def _run_driver(
 
 def _serialize(case: MatMulCase, norm: Norm | None = None) -> bytes:
     rows = case.rows()
-    flags = (norm is not None, case.is_fp4, case.zero_points is not None)
+    zeros = 1 if case.zero_points is not None else 2 if case.offsets is not None else 0
+    flags = (norm is not None, case.is_fp4, zeros)
     sizes = (case.k, case.n, case.bits, case.block_size, len(rows), *flags)
     arrays = [rows, case.quants, case.stored_scales]
     if case.zero_points is not None:
         arrays.append(case.stored_zero_points)
+    if case.offsets is not None:
+        arrays.append(case.offsets)
     if norm is not None:
         arrays += [np.float32(norm.epsilon), norm.skip, norm.gamma]
     return struct.pack("8q", *sizes) + b"".join(np.asarray(a, order="C").tobytes() for a in arrays)

@@ -10,8 +10,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxport.graphs.inspect import set_input
-from onnxport.graphs.passes.gated_mlp import MLP_ZERO_POINTS
-from onnxport.graphs.passes.int8_matmul import ZERO_POINTS
+from onnxport.graphs.passes.gated_mlp import MLP_OFFSETS, MLP_ZERO_POINTS
+from onnxport.graphs.passes.int8_matmul import OFFSETS, ZERO_POINTS
 from tests.kernels import matmul_cases
 from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats, MatMulCase
 
@@ -48,7 +48,8 @@ def random_case(seed: int) -> MlpCase:
     k, inner, n = int(rng.choice(DEPTHS)), int(rng.choice(INNERS)), int(rng.choice(WIDTHS))
     rows = int(rng.choice(ROWS))
     has_zeros = (seed % 7 in (3, 5), seed % 5 in (1, 3))
-    return make_case(seed, first, second, (k, inner, n), rows, has_zeros)
+    has_offsets = (seed % 7 in (2, 4), seed % 5 in (0, 4))
+    return make_case(seed, first, second, (k, inner, n), rows, has_zeros, has_offsets)
 
 
 def make_case(
@@ -58,10 +59,11 @@ def make_case(
     sizes: tuple[int, int, int],
     rows: int,
     has_zeros: tuple[bool, bool] = (False, False),
+    has_offsets: tuple[bool, bool] = (False, False),
 ) -> MlpCase:
     """A layer of K, inner and N features, whose products have these bits and block sizes.
 
-    `has_zeros` says which of them have zero points.
+    `has_zeros` says which of them have zero points, and `has_offsets` which have offsets.
     """
     k, inner, n = sizes
     gate_up = matmul_cases.make_case(seed, *first, k, 2 * inner, rows)
@@ -70,6 +72,10 @@ def make_case(
         gate_up = matmul_cases.with_zero_points(seed, gate_up)
     if has_zeros[1]:
         down = matmul_cases.with_zero_points(seed, down)
+    if has_offsets[0]:
+        gate_up = matmul_cases.with_offsets(seed, gate_up)
+    if has_offsets[1]:
+        down = matmul_cases.with_offsets(seed, down)
     # Gates of all sizes: an activation is no longer a product with zero or one.
     largest = np.abs(matmul_cases.expected(gate_up)).max(1, keepdims=True)
     x = gate_up.x / np.maximum(largest, 1e-30) * np.logspace(-2, 2, rows)[:, None]
@@ -94,15 +100,18 @@ def fused(case: MlpCase, constant: bool = True, **attributes: int) -> bytes:
     for of, place, name in zip(_products(case), MLP_ZERO_POINTS, ("z1", "z2"), strict=True):
         if of.zero_points is not None:
             set_input(node, place, name)
+    for of, place, name in zip(_products(case), MLP_OFFSETS, ("o1", "o2"), strict=True):
+        if of.offsets is not None:
+            set_input(node, place, name)
     return _model(case, [node], constant)
 
 
 def separate(case: MlpCase) -> bytes:
     """A model of the operators that it is made of."""
     nodes = [
-        _product(case.gate_up, ["x", "w1", "s1"], "joined", "z1"),
+        _product(case.gate_up, ["x", "w1", "s1"], "joined", ("z1", "o1")),
         _node("GatedGelu" if case.is_gelu else "GatedSilu", ["joined"], "activated"),
-        _product(case.down, ["activated", "w2", "s2"], "y", "z2"),
+        _product(case.down, ["activated", "w2", "s2"], "y", ("z2", "o2")),
     ]
     return _model(case, nodes)
 
@@ -115,11 +124,15 @@ def _products(case: MlpCase) -> tuple[MatMulCase, MatMulCase]:
     return case.gate_up, case.down
 
 
-def _product(of: MatMulCase, inputs: list[str], output: str, zero_points: str) -> onnx.NodeProto:
+def _product(
+    of: MatMulCase, inputs: list[str], output: str, optional: tuple[str, str]
+) -> onnx.NodeProto:
     sizes = {"K": of.k, "N": of.n, "bits": of.bits, "block_size": of.block_size}
     node = _node("MatMulNBits", inputs, output, **sizes)
     if of.zero_points is not None:
-        set_input(node, ZERO_POINTS, zero_points)
+        set_input(node, ZERO_POINTS, optional[0])
+    if of.offsets is not None:
+        set_input(node, OFFSETS, optional[1])
     return node
 
 
@@ -133,6 +146,11 @@ def _model(case: MlpCase, nodes: list[onnx.NodeProto], constant: bool = True) ->
         numpy_helper.from_array(of.stored_zero_points, name)
         for of, name in zip(_products(case), ("z1", "z2"), strict=True)
         if of.zero_points is not None
+    ]
+    tensors += [
+        numpy_helper.from_array(of.offsets, name)
+        for of, name in zip(_products(case), ("o1", "o2"), strict=True)
+        if of.offsets is not None
     ]
     shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"])]

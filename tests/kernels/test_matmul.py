@@ -84,7 +84,7 @@ def test_zero_points_in_the_middle_change_nothing(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str]
 ) -> None:
     for seed in range(0, examples(40), 2):
-        case = cases.random_case(seed).replace(zero_points=None)
+        case = cases.random_case(seed).replace(zero_points=None, offsets=None)
         middle = np.full(case.scales.shape, 1 << (case.bits - 1), np.uint8)
         for isa in available_isas:
             library.onnxport_cpu_set_matmul_isa(isa.encode())
@@ -110,6 +110,74 @@ def test_zero_points_that_do_not_fit_or_may_change(
     session = cases.session(library_path, of.SerializeToString())
     with pytest.raises(Exception, match="zero_points must be an initializer"):
         session.run(["y"], {"x": case.x, "z": case.stored_zero_points})
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_offsets_are_added(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], rows: int, bits: int
+) -> None:
+    """Integers all along, but offsets of halves, of which each result is a float32."""
+    case = cases.make_case(0, bits, 32, 160, 70, rows)
+    random = np.random.default_rng(rows)
+    x = random.integers(-127, 128, case.x.shape)
+    x[:, ::32] = 127  # so that each is its own quant
+    case.scales[:] = 1
+    case.scales[:9, 1] = 0  # blocks that are nothing but their offsets
+    offsets = random.integers(-99, 100, case.scales.shape) / 2
+    case = case.replace(x=x.astype(np.float32), offsets=offsets.astype(np.float16))
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        assert np.array_equal(cases.run(library_path, case), cases.expected(case)), isa
+
+
+def test_offsets_of_zero_change_nothing(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    for seed in range(0, examples(40), 2):
+        case = cases.random_case(seed).replace(zero_points=None, offsets=None)
+        none = np.zeros(case.scales.shape, np.float16)
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            wanted = cases.run(library_path, case)
+            found = cases.run(library_path, case.replace(offsets=none))
+            assert np.array_equal(found, wanted), (isa, seed)
+
+
+def test_zero_points_in_the_place_of_offsets(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """Both are the same bits where the offset is the scale times what zero is moved by."""
+    case = cases.with_zero_points(2, cases.make_case(2, 4, 32, 160, 70, 9))
+    assert case.zero_points is not None
+    case.scales[:] = np.float32(2) ** np.random.default_rng(3).integers(-6, -2, case.scales.shape)
+    offsets = (8 - case.zero_points.astype(np.float32)) * case.scales
+    moved = case.replace(zero_points=None, offsets=offsets.astype(np.float16))
+    np.testing.assert_array_equal(moved.offsets, offsets)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        found, wanted = (cases.run(library_path, one) for one in (moved, case))
+        assert found.tobytes() == wanted.tobytes(), isa
+
+
+def test_offsets_that_do_not_fit_or_may_change(library_path: Path, library: ctypes.CDLL) -> None:
+    if library.onnxport_cpu_matmul_isa() is None:
+        pytest.skip("this processor has none of the sets that the products need")
+    case = cases.with_offsets(1, cases.make_case(1, 4, 32, 96, 40, 3))
+    assert case.offsets is not None
+    of = onnx.load_from_string(cases.model(case))
+    stored = of.graph.initializer.pop()
+    of.graph.initializer.append(numpy_helper.from_array(case.offsets[:, :1], "o"))
+    with pytest.raises(Exception, match="offsets must have 120 elements, found 40"):
+        cases.session(library_path, of.SerializeToString())
+    of.graph.initializer.pop()
+    of.graph.input.append(helper.make_tensor_value_info("o", TensorProto.FLOAT16, stored.dims))
+    session = cases.session(library_path, of.SerializeToString())
+    with pytest.raises(Exception, match="offsets must be an initializer"):
+        session.run(["y"], {"x": case.x, "o": case.offsets})
+    both = cases.model(cases.with_zero_points(1, case))
+    with pytest.raises(Exception, match="both zero_points and offsets, which exclude each other"):
+        cases.session(library_path, both)
 
 
 def test_a_bias_that_does_not_fit_or_may_change(library_path: Path, library: ctypes.CDLL) -> None:

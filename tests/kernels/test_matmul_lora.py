@@ -78,7 +78,8 @@ def test_one_adapter_for_all(
     check(case, found)
     if slot == 0:
         plain = onnx.load_from_string(fused(case, **dict.fromkeys(matmul_lora_cases.attributes())))
-        del plain.graph.node[0].input[matmul_lora_cases.ADAPTERS_INPUT :]
+        for place in range(4):
+            plain.graph.node[0].input[matmul_lora_cases.ADAPTERS_INPUT + place] = ""
         assert found.tobytes() == run(library_path, case, plain.SerializeToString()).tobytes()
 
 

@@ -303,6 +303,11 @@ def test_experts_in_mxfp4_are_quantized(tmp_path: Path) -> None:
     assert describe(artifact).weights == "fp16 with zero points and experts in mxfp4"
     artifact.manifest.expert_precision = None
     assert describe(artifact).weights == "fp16 with zero points"
+    artifact.manifest.zero_points = None
+    artifact.manifest.precision, artifact.manifest.offsets = "int4", True
+    assert describe(artifact).weights == "int4 with offsets"
+    artifact.manifest.int8_matrices = 3
+    assert describe(artifact).weights == "int4 with offsets and 3 matrices in int8"
 
 
 def test_what_the_caller_chose_stays(tmp_path: Path) -> None:

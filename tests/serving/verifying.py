@@ -117,6 +117,8 @@ def fake_artifact(folder: Path, precision: str = "fp32", *, has_states: bool = F
         head_precision=precision,
         expert_precision=None,
         zero_points=None,
+        offsets=None,
+        int8_matrices=None,
         group_size=None,
         fingerprint="0123456789abcdef",
         format_version=1,

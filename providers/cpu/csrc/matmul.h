@@ -15,9 +15,13 @@
 //
 //   y[row][n] = sum over blocks, in order, of fma(float(T) * x_scale, w_scale * (2^(bits - 1) - zero), y)
 //
-// with T, the sum of the row's integers; the bias is added last. Every path computes just this, so the
-// bits of a row's result depend on that row and the weights alone: not on the other rows, on their
-// number, on the number of threads or on the instruction set.
+// with T, the sum of the row's integers; the bias is added last. In place of zero points blocks may have
+// offsets: a value is (quant - 2^(bits - 1)) * scale + offset then, and what follows is
+//
+//   y[row][n] = sum over blocks, in order, of fma(float(T) * x_scale, offset, y)
+//
+// Every path computes just this, so the bits of a row's result depend on that row and the weights
+// alone: not on the other rows, on their number, on the number of threads or on the instruction set.
 #pragma once
 
 #include <float.h>
@@ -66,7 +70,9 @@ struct MatMul {
   bool half_scales;    // scales are packed as float16; see are_halves
   bool is_fp4;         // 4 bits are E2M1; see Numbers
   const uint8_t* weights;
-  const uint16_t* zeros;  // float16 [panels][blocks][kPanel], see pack_zeros; null: no zero points
+  // float16 [panels][blocks][kPanel], see pack_zeros: zero points or offsets; null: neither.
+  const uint16_t* zeros;
+  bool has_offsets;   // what zeros are
   const float* bias;  // [n], added to every row; null: none
 
   int64_t rows;
@@ -83,7 +89,7 @@ struct MatMul {
   int8_t* quants;
   float* scales;
   int32_t* corrections;
-  float* sums;  // likewise, of weights with zero points: what quants add up to, times their scale
+  float* sums;  // likewise, of weights with zeros: what quants add up to, times their scale
 };
 
 // The outputs of some panels and rows, at most the kernels' chunk_rows. row_begin is a multiple of
@@ -216,17 +222,17 @@ void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scale
                   uint8_t* packed);
 
 // Bytes of an output feature's zero points as the operator has them: two blocks to a byte at 4 bits,
-// the even one in the low nibble.
+// the even one in the low nibble. Or of its offsets: float16.
 static inline int64_t stored_zero_bytes(const MatMul& m) {
-  return ceil_div(num_blocks(m) * m.bits, 8);
+  return m.has_offsets ? num_blocks(m) * 2 : ceil_div(num_blocks(m) * m.bits, 8);
 }
 
 static inline int64_t packed_zeros(const MatMul& m) {
   return num_panels(m) * num_blocks(m) * kPanel;
 }
 
-// Fills the packed zero points from the operator's, [n][stored_zero_bytes]: 2^(bits - 1) less each of
-// them, so that what fills up panels takes nothing.
+// Fills the packed zeros from the operator's, [n][stored_zero_bytes]: offsets, or 2^(bits - 1) less each
+// zero point, so that what fills up panels takes nothing.
 void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed);
 
 // Throws an InvalidInput for a product that our kernels cannot compute, whatever its weights.

@@ -158,7 +158,7 @@ ONNXPORT_INLINE void prefetch_scales(const MatMul& m, const uint8_t* packed, int
   if (outputs == kPanel && !m.half_scales) Vec::prefetch(packed + 64);
 }
 
-// Asks for a block's zero points, which are needed once the panel's products are all there.
+// Asks for a block's zeros, which are needed once the panel's products are all there.
 ONNXPORT_INLINE void prefetch_zeros(const MatMul& m, int64_t panel, int64_t block) {
   if (!m.zeros) return;
   static_assert(kPanel * sizeof(*m.zeros) == 64, "they are a line");
@@ -243,7 +243,7 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
       store_outputs<kAll>(out.first + r * out.stride + offset, left, totals[r]);
 }
 
-// Rows that zero points are added to at once, of one vector of outputs: as many as registers hold.
+// Rows that zeros are added to at once, of one vector of outputs: as many as registers hold.
 constexpr int kManyZeroRows = Vec::kLanes == 8 ? 12 : 16;
 constexpr int kFewZeroRows = 4;  // or so many, of as many vectors
 constexpr int kFewZeroVectors = kPanel / Vec::kLanes < 4 ? kPanel / Vec::kLanes : 8 / kFewZeroRows;
@@ -274,12 +274,15 @@ ONNXPORT_INLINE void add_zeros(const MatMul& m, int64_t panel, int64_t row, int6
   const uint16_t* zeros = m.zeros + panel * blocks * kPanel + offset;
   for (int64_t block = 0; block < blocks; block++, packed += block_bytes(m), zeros += kPanel) {
     alignas(64) float converted[kWidth];
-    const float* scales = read_scales(m, packed, offset, static_cast<int>(kWidth), converted);
+    const float* scales =
+        m.has_offsets ? nullptr
+                      : read_scales(m, packed, offset, static_cast<int>(kWidth), converted);
     const float* sums = m.sums + row_block(m, row, block);
     ONNXPORT_UNROLL
     for (int c = 0; c < kColumns; c++) {
       const auto* of_vector = reinterpret_cast<const uint8_t*>(zeros + c * Vec::kLanes);
-      const Vec::Floats zero = Vec::mul(Vec::load(scales + c * Vec::kLanes), Vec::load_half(of_vector));
+      Vec::Floats zero = Vec::load_half(of_vector);
+      if (!m.has_offsets) zero = Vec::mul(Vec::load(scales + c * Vec::kLanes), zero);
       ONNXPORT_UNROLL
       for (int r = 0; r < kRows; r++)
         totals[r][c] = Vec::fma(Vec::set1(sums[r]), zero, totals[r][c]);
@@ -296,7 +299,7 @@ ONNXPORT_INLINE void add_zero_rows(const MatMul& m, int64_t panel, int64_t row, 
     add_zeros<kRows, kColumns>(m, panel, row, vector, outputs, stride);
 }
 
-// Adds what zero points make of a panel's outputs in some rows, from `row` on, just stored. That is one
+// Adds what zeros make of a panel's outputs in some rows, from `row` on, just stored. That is one
 // multiplication for each block, so that products need not know of them.
 ONNXPORT_ALONE void add_zero_points(const MatMul& m, int64_t panel, int64_t row, float* outputs,
                                     int64_t stride, int64_t rows) {

@@ -11,7 +11,7 @@
 // see coarse.h. Both may be written while the model runs, what is allowed first; exact is read once,
 // and before it. With the input races, which is exact's, too, double and [rows, 2] or [0, 2] for none,
 // rows draw from all that may come, see there. With the input zero_points, uint8, blocks have these, as
-// com.microsoft.MatMulNBits' own.
+// com.microsoft.MatMulNBits' own; or with the input offsets, float16 and [N, blocks], these.
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -44,9 +44,12 @@ enum MatMulInput : size_t {
   kAllowed,
   kRaces,
   kZeroPoints,
+  kOffsets,
   kMatMulInputs
 };
 static_assert(kAllowed == kAdapters + kAdapterInputs, "adapters have so many inputs");
+
+constexpr ZeroInputs kZeros{kZeroPoints, kOffsets, "zero_points", "offsets"};
 
 struct MatMulKernel {
   Api api;
@@ -94,7 +97,8 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, kStored),
                         kernel->weights.data());
   forget_weights(weights, kStored);
-  if (const auto* zeros = read_zero_points(api, info, kName, m, kZeroPoints, "zero_points")) {
+  if (const auto* zeros = read_zeros(api, info, kName, m, kZeros)) {
+    kernel->settings.has_offsets = m.has_offsets;
     kernel->settings.zeros = pack_zeros_into(
         kernel->zeros, m, [&](uint16_t* packed) { pack_zeros(m, zeros, packed); });
     forget_file_pages(zeros, static_cast<size_t>(m.n * stored_zero_bytes(m)));
@@ -189,7 +193,7 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   call.output = static_cast<float*>(open_output(api, context, input));
   read_summaries(api, context, call);
   if (!call.bias) refuse_input(api, context, kName, kBias, "bias");
-  if (!call.zeros) refuse_input(api, context, kName, kZeroPoints, "zero_points");
+  refuse_zeros(api, context, kName, call, kZeros);
   Parallel parallel{api, context};
   const MatMulKernels& kernels = *active_matmul();
   const Asked asked = read_asked(kernel, context, call.rows);
@@ -214,6 +218,7 @@ ort::CustomOp make_operator() {
   op.output_type_count = [](const ort::CustomOp*) { return size_t{4}; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kScales) return kStored;
+    if (index == kOffsets) return ort::kFloat16;
     if (index == kExact || index == kAllowed) return ort::kInt32;
     if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
     if (index == kAdapterWeights) return ort::kInt8;

@@ -1,6 +1,7 @@
 // onnxport.GatedMlp: MatMulNBits, with its norm if it has one, GatedSilu or GatedGelu, and
 // MatMulNBits in one, to the bit. With the inputs of adapters, which are integers, and an AddLora behind
-// both products. With the inputs gate_up_zero_points and down_zero_points these have such.
+// both products. With the inputs gate_up_zero_points and down_zero_points these have such, and with
+// gate_up_offsets and down_offsets, float16, such.
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,9 +16,6 @@ namespace onnxport::op {
 namespace {
 
 constexpr const char* kName = "GatedMlp";
-constexpr const char* kGateUpZerosName = "gate_up_zero_points";
-constexpr const char* kDownZerosName = "down_zero_points";
-
 enum MlpInput : size_t {
   kActivations,
   kGateUp,
@@ -32,9 +30,15 @@ enum MlpInput : size_t {
   kAdapterScales,
   kGateUpZeros,
   kDownZeros,
+  kGateUpOffsets,
+  kDownOffsets,
   kMlpInputs
 };
 static_assert(kGateUpZeros == kAdapters + kAdapterInputs, "adapters have so many inputs");
+
+constexpr ZeroInputs kOfGateUp{kGateUpZeros, kGateUpOffsets, "gate_up_zero_points",
+                               "gate_up_offsets"};
+constexpr ZeroInputs kOfDown{kDownZeros, kDownOffsets, "down_zero_points", "down_offsets"};
 
 size_t packed_bytes(const MatMul& m) {
   return static_cast<size_t>(num_panels(m) * panel_bytes(m));
@@ -83,16 +87,16 @@ void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp,
 }
 
 // joined: gate and up as the graph has them.
-void read_zeros(const Api& api, const ort::KernelInfo* info, const MatMul& joined, MlpKernel& kernel) {
+void read_all_zeros(const Api& api, const ort::KernelInfo* info, MatMul joined, MlpKernel& kernel) {
   GatedMlp& mlp = kernel.settings;
-  if (const auto* zeros =
-          read_zero_points(api, info, kName, joined, kGateUpZeros, kGateUpZerosName)) {
+  if (const auto* zeros = read_zeros(api, info, kName, joined, kOfGateUp)) {
+    mlp.gate_up.has_offsets = joined.has_offsets;
     mlp.gate_up.zeros = pack_zeros_into(
         kernel.gate_up_zeros, mlp.gate_up,
         [&](uint16_t* packed) { pack_gate_up_zeros(mlp, zeros, packed); });
     forget_file_pages(zeros, static_cast<size_t>(joined.n * stored_zero_bytes(joined)));
   }
-  if (const auto* zeros = read_zero_points(api, info, kName, mlp.down, kDownZeros, kDownZerosName)) {
+  if (const auto* zeros = read_zeros(api, info, kName, mlp.down, kOfDown)) {
     mlp.down.zeros = pack_zeros_into(
         kernel.down_zeros, mlp.down,
         [&](uint16_t* packed) { pack_zeros(mlp.down, zeros, packed); });
@@ -131,7 +135,7 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   pack_weights_in_parts(mlp.down, second.quants.as<const uint8_t>(),
                         stored_scales(second, kStored), kernel->down.data());
   forget_weights(second, kStored);
-  read_zeros(api, info, joined, *kernel);
+  read_all_zeros(api, info, joined, *kernel);
   return kernel;
 }
 
@@ -142,8 +146,8 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   call.gate_up.rows = elements(input) / call.gate_up.k;
   call.gate_up.input = input.as<const float>();
   read_norm(api, context, kName, input, kSkip, call.gate_up);
-  if (!call.gate_up.zeros) refuse_input(api, context, kName, kGateUpZeros, kGateUpZerosName);
-  if (!call.down.zeros) refuse_input(api, context, kName, kDownZeros, kDownZerosName);
+  refuse_zeros(api, context, kName, call.gate_up, kOfGateUp);
+  refuse_zeros(api, context, kName, call.down, kOfDown);
   MlpLora lora = kernel.lora;
   if (read_optional_adapters(api, context, kName, kAdapters, call.gate_up.rows,
                              {lora.gate_up, lora.down}, &lora.slots))
@@ -163,6 +167,7 @@ ort::CustomOp make_operator() {
     if (index == kAdapterWeights) return ort::kInt8;
     if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
     if (index == kGateUpZeros || index == kDownZeros) return ort::kUint8;
+    if (index == kGateUpOffsets || index == kDownOffsets) return ort::kFloat16;
     return index == kGateUp || index == kDown ? ort::kUint8 : ort::kFloat;
   };
   set_kernel<MlpKernel, make_kernel<kStored>, compute>(op);

@@ -109,10 +109,26 @@ const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* 
   return static_cast<const float*>(optional_constant(api, info, op, input, name, m.n));
 }
 
-const uint8_t* read_zero_points(const Api& api, const ort::KernelInfo* info, const char* op,
-                                const MatMul& m, size_t input, const char* name) {
-  const int64_t count = m.n * stored_zero_bytes(m);
-  return static_cast<const uint8_t*>(optional_constant(api, info, op, input, name, count));
+const uint8_t* read_zeros(const Api& api, const ort::KernelInfo* info, const char* op, MatMul& m,
+                          const ZeroInputs& inputs) {
+  m.has_offsets = false;
+  const void* points = optional_constant(api, info, op, inputs.zero_points, inputs.zero_points_name,
+                                         m.n * stored_zero_bytes(m));
+  const void* offsets = optional_constant(api, info, op, inputs.offsets, inputs.offsets_name,
+                                          m.n * num_blocks(m));
+  if (points && offsets)
+    fail(api, ort::kInvalidArgument, "%s: there are both %s and %s, which exclude each other", op,
+         inputs.zero_points_name, inputs.offsets_name);
+  m.has_offsets = offsets != nullptr;
+  return static_cast<const uint8_t*>(offsets ? offsets : points);
+}
+
+void refuse_zeros(const Api& api, const ort::KernelContext* context, const char* op,
+                  const MatMul& m, const ZeroInputs& inputs) {
+  if (!m.zeros || m.has_offsets)
+    refuse_input(api, context, op, inputs.zero_points, inputs.zero_points_name);
+  if (!m.zeros || !m.has_offsets)
+    refuse_input(api, context, op, inputs.offsets, inputs.offsets_name);
 }
 
 const void* read_floats(const Api& api, const ort::KernelInfo* info, const char* op, size_t input,

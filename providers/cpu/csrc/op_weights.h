@@ -53,12 +53,24 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
 const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
                        const MatMul& product, size_t input, const char* name = "bias");
 
-// A product's zero points, an initializer [n][stored_zero_bytes]; null where the node has none that is
-// constant. Throws a Failure where they have another size.
-const uint8_t* read_zero_points(const Api& api, const ort::KernelInfo* info, const char* op,
-                                const MatMul& product, size_t input, const char* name);
+// The inputs that a product has one of at most: zero points, uint8, or offsets, float16.
+struct ZeroInputs {
+  size_t zero_points, offsets;
+  const char* zero_points_name;
+  const char* offsets_name;
+};
 
-// Makes room for a product's packed zero points, lets `pack` fill it, and returns it.
+// A product's zero points or offsets, an initializer [n][stored_zero_bytes], which is what it then
+// has_offsets for; null where the node has none that is constant. Throws a Failure where they have
+// another size, or both are there.
+const uint8_t* read_zeros(const Api& api, const ort::KernelInfo* info, const char* op,
+                          MatMul& product, const ZeroInputs& inputs);
+
+// Throws a Failure where the node has zero points or offsets that were no initializer.
+void refuse_zeros(const Api& api, const ort::KernelContext* context, const char* op,
+                  const MatMul& product, const ZeroInputs& inputs);
+
+// Makes room for a product's packed zeros, lets `pack` fill it, and returns it.
 template <class Pack>
 const uint16_t* pack_zeros_into(std::optional<WeightMemory>& memory, const MatMul& product,
                                 Pack pack) {

@@ -178,6 +178,10 @@ void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed) {
       std::fill_n(packed, kPanel, uint16_t{0});
       for (int64_t j = 0; j < count; j++) {
         const uint8_t* row = stored + (first + j) * row_bytes;
+        if (call.has_offsets) {
+          std::memcpy(packed + j, row + block * 2, sizeof *packed);
+          continue;
+        }
         const int zero = call.bits == 8 ? row[block] : row[block / 2] >> block % 2 * 4 & 15;
         packed[j] = half_from_float(static_cast<float>(middle - zero));
       }

@@ -104,12 +104,11 @@ def cached_artifact(source: str, options: ExportOptions) -> Path:
     Raises:
         OnnxportError: the checkpoint cannot be found or exported.
     """
-    from onnxport.exporter.export import preferred_precision
+    from onnxport.exporter.export import settled_options
     from onnxport.exporter.hub import find_checkpoint
 
     checkpoint = find_checkpoint(source, revision=options.revision, token=options.token)
-    if options.precision is None:
-        options = options.settled(preferred_precision(checkpoint))
+    options = settled_options(checkpoint, options)
     name = _name(checkpoint, options)
     folder = cache_folder() / name
     with _only_one(folder):

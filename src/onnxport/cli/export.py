@@ -96,9 +96,11 @@ def export(
             folder = export_model(source, destination, options, progress)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     experts = f" with experts in {options.expert_precision}" if options.keeps_experts else ""
-    precision = Artifact.read(folder, check_graphs=False).manifest.precision
+    manifest = Artifact.read(folder, check_graphs=False).manifest
+    wider = manifest.int8_matrices
+    mixed = f", {wider} matrices to int8, as the file needs" if wider else ""
     print(
-        f"Exported {source} to {precision}{experts}: {size:,.1f} MB in "
+        f"Exported {source} to {manifest.precision}{experts}{mixed}: {size:,.1f} MB in "
         f"{time.monotonic() - start_s:.1f} s.",
         file=sys.stderr,
     )
