@@ -67,6 +67,16 @@ def test_what_quantizing_costs(checkpoint: Path, artifact: Path, text: Path) -> 
     assert lines[5] == "the same token likeliest at 100.00% of the places"
 
 
+def test_what_a_type_of_cache_costs(artifact: Path, text: Path) -> None:
+    types = ("--kv-cache-dtype", "int4", "--base-kv-cache-dtype", "fp32")
+    found = measured(artifact, text, "--against", artifact, *types)
+    assert found["kv_cache_dtype"] == "int4"
+    assert found["against"]["kl"]["mean"] > 0
+    assert (
+        found["against"]["perplexity"] == measured(artifact, text, *types[:1], "fp32")["perplexity"]
+    )
+
+
 def test_what_is_refused(artifact: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
@@ -78,6 +88,7 @@ def test_what_is_refused(artifact: Path, text: Path, tmp_path: Path) -> None:
         ((artifact, text, "--window", "3"), "4 are the least"),
         ((artifact, text, "--window", "4096"), "take a longer text, or shorter windows"),
         ((artifact, text, "--against", other), "which is no artifact"),
+        ((artifact, text, "--base-kv-cache-dtype", "fp32"), "which is not given"),
     )
     for arguments, words in cases:
         done = onnxport("perplexity", *FEW, *arguments)

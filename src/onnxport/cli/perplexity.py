@@ -23,7 +23,7 @@ from onnxport.cli.arguments import (
 )
 from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.values import positive
-from onnxport.errors import ArtifactError, RequestError
+from onnxport.errors import ArtifactError, OptionError, RequestError
 
 if TYPE_CHECKING:
     from onnxport.providers.base import LoadOptions, Model
@@ -62,6 +62,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="the same model as it was before, such as in fp32: tell how far the probabilities of "
         "the two are apart; both are loaded, on the same provider",
     )
+    group.add_argument(
+        "--base-kv-cache-dtype",
+        metavar="TYPE",
+        help="of the KV cache of --against: with fp32, and the model itself, it is seen what "
+        "--kv-cache-dtype costs (the same as that)",
+    )
     add_load_options(parser)
     parser.add_argument_group("choice of the provider").add_argument(
         "--no-trial",
@@ -79,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
     artifact = find_artifact(options)
     if options.against is not None:
         _check_base(artifact, options.against)
+    elif options.base_kv_cache_dtype is not None:
+        raise OptionError("--base-kv-cache-dtype is that of --against, which is not given")
     text = text_of("FILE", options.text)
     vocab_size = Artifact.read(artifact, check_graphs=False).manifest.model.vocab_size
     token_ids, beginning = _tokens(artifact, text)
@@ -98,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         if options.against is None:
             own, base, divergence = perplexity.measure(model, windows, _progress), None, None
         else:
-            with _opened(options.against, options) as other:
+            with _opened(options.against, options, options.base_kv_cache_dtype) as other:
                 own, base, divergence = perplexity.compare(model, other, windows, _progress)
         found["seconds"] = time.perf_counter() - started
     found |= asdict(own)
@@ -143,13 +151,17 @@ def _tokens(artifact: Path, text: str) -> tuple[list[int], int | None]:
 
 
 @contextmanager
-def _opened(artifact: Path, options: argparse.Namespace) -> Iterator[Model]:
-    """A model with room for one window."""
+def _opened(
+    artifact: Path, options: argparse.Namespace, kv_cache_dtype: str | None = None
+) -> Iterator[Model]:
+    """A model with room for one window; its cache has that type, or that of the options."""
     from onnxport.graphs.artifact import refuse_head
     from onnxport.kv.states import SLOTS_PER_SEQUENCE
     from onnxport.providers.registry import open_model, read_artifact
 
     chosen = _room(load_options(options), options.window)
+    if kv_cache_dtype is not None:
+        chosen = replace(chosen, kv_cache_dtype=kv_cache_dtype)
     read = read_artifact(artifact, chosen)
     refuse_head(read)
     if read.manifest.model.linear is not None:
