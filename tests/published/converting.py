@@ -6,6 +6,8 @@ It brings a newer package `gguf` of its own, which it sees while it runs, and no
 from __future__ import annotations
 
 import importlib
+import logging
+import runpy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.published.places import LLAMA_CPP
+from tests.published.places import LLAMA_CPP, OF_ADAPTERS
 
 _OUT_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _KEPT: dict[str, Any] = {}  # modules of the converter, between two conversions
@@ -52,6 +54,25 @@ def convert(
         has_tokenizer = (checkpoint / "tokenizer.json").is_file()
         with _tokenizers(kept=has_tokenizer), torch.inference_mode():
             model(checkpoint, file_type, to, hparams={**told, **(hparams or {})}, **options).write()
+    return to
+
+
+def convert_adapter(folder: Path, base: Path, to: Path, outtype: str = "f32") -> Path:
+    """Write the adapter in PEFT's `folder` to the GGUF file `to`, as `convert_lora_to_gguf.py` does.
+
+    Args:
+        folder: The adapter.
+        base: The checkpoint that it was trained on, of which `config.json` is read.
+        to: The file.
+        outtype: Of matrices: f32, f16, bf16 or q8_0.
+
+    Raises:
+        SystemExit: The converter does not know the model, or refuses the adapter.
+    """
+    arguments = [str(OF_ADAPTERS), "--base", str(base), "--outfile", str(to)]
+    arguments += ["--outtype", outtype, str(folder)]
+    with _own_modules(), patch.object(sys, "argv", arguments), patch.object(logging, "basicConfig"):
+        runpy.run_path(str(OF_ADAPTERS), run_name="__main__")
     return to
 
 

@@ -12,6 +12,7 @@ MODELS = LLAMA_CPP / "models"  # vocabularies, `ggml-vocab-*.gguf`
 TEMPLATES = MODELS / "templates"
 GRAMMARS = LLAMA_CPP / "grammars"
 CONVERTER = LLAMA_CPP / "convert_hf_to_gguf.py"
+OF_ADAPTERS = LLAMA_CPP / "convert_lora_to_gguf.py"
 SMOLLM2 = FOLDER / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 needs_llama_cpp = pytest.mark.skipif(
