@@ -228,8 +228,8 @@ class LLM(PoolingMethods):
             name: what requests call it.
             path: a folder as PEFT's `save_pretrained` writes it, or what `reader` reads.
             in_place: replace the one of that name.
-            reader: `onnxport.cli.adapter_files.read_adapter` reads llama.cpp's files, too; None: PEFT's
-                folders alone.
+            reader: `onnxport.cli.adapter_files.read_adapter` reads llama.cpp's files, too; None:
+                PEFT's folders alone.
 
         Raises:
             AdapterError: it cannot be read, does not fit the model, or its name is taken.

@@ -128,11 +128,11 @@ class GgufCheckpoint(Checkpoint):
         shape = self._tensors[name].shape
         if name in self._joined:
             rows, dtype = math.prod(shape[:-1]), self._tensors[name].dtype
-            halves = [
+            both = [
                 to_float32(blocks.decode(dtype, one, self._data(one, 0, rows)))
                 for one in self._joined[name]
             ]
-            return np.stack(halves, axis=-1).reshape(shape)
+            return np.stack(both, axis=-1).reshape(shape)
         if len(shape) > 1:
             return super().read(name)
         rows = math.prod(self._owners[name].tensors[name].shape[:-1])
@@ -216,6 +216,9 @@ class GgufCheckpoint(Checkpoint):
 
 
 def halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows of heads, the even ones of each and then the odd ones; [rows, …]."""
+    """Rows of heads, the even ones of each and then the odd ones; [rows, …].
+
+    So are heads in most checkpoints whose neighbouring channels are rotated together.
+    """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

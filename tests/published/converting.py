@@ -57,22 +57,32 @@ def convert(
     return to
 
 
-def convert_adapter(folder: Path, base: Path, to: Path, outtype: str = "f32") -> Path:
-    """Write the adapter in PEFT's `folder` to the GGUF file `to`, as `convert_lora_to_gguf.py` does.
+def convert_adapter(
+    folder: Path,
+    base: Path,
+    to: Path,
+    outtype: str = "f32",
+    hparams: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write PEFT's adapter in a folder to the GGUF file `to`, as `convert_lora_to_gguf.py` does.
 
     Args:
         folder: The adapter.
-        base: The checkpoint that it was trained on, of which `config.json` is read.
+        base: The checkpoint that it was trained on.
         to: The file.
         outtype: Of matrices: f32, f16, bf16 or q8_0.
+        hparams: As of `convert`.
 
     Raises:
-        SystemExit: The converter does not know the model, or refuses the adapter.
+        SystemExit: The converter refuses the adapter, or does not know the model.
     """
     arguments = [str(OF_ADAPTERS), "--base", str(base), "--outfile", str(to)]
     arguments += ["--outtype", outtype, str(folder)]
     with _own_modules(), patch.object(sys, "argv", arguments), patch.object(logging, "basicConfig"):
-        runpy.run_path(str(OF_ADAPTERS), run_name="__main__")
+        models = importlib.import_module("conversion").ModelBase
+        told = {**models.load_hparams(base, False), **(hparams or {})}
+        with patch.object(models, "load_hparams", lambda *_, **__: told):
+            runpy.run_path(str(OF_ADAPTERS), run_name="__main__")
     return to
 
 
