@@ -33,6 +33,25 @@ def tensors_of(base: ArchSpec, rank: int = 4, architecture: str = "llama") -> Te
     return found
 
 
+_NAMES: Mapping[str, str] = {  # of projections, in files
+    **{"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"},
+    **{"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"},
+}
+
+
+def of_llama(tensors: Mapping[str, NDArray[Any]], base: ArchSpec) -> Tensors:
+    """What PEFT's tensors of a Llama are in a file: neighbouring channels are rotated together."""
+    found = Tensors()
+    for name, tensor in tensors.items():
+        *_, layer, _, projection, part, _ = name.split(".")
+        heads = {"q_proj": base.num_heads, "k_proj": base.num_kv_heads}.get(projection)
+        if heads is not None and part == "lora_B":
+            halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
+            tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
+        found[f"blk.{layer}.{_NAMES[projection]}.weight.{part.lower()}"] = tensor
+    return found
+
+
 def write(
     path: Path, tensors: Tensors, kinds: Mapping[str, Kind] | None = None, **meta: Any
 ) -> Path:
