@@ -63,3 +63,22 @@ def test_only_parts_that_are_needed_are_unpacked(tmp_path: Path) -> None:
     published.unpack_sources(tmp_path / "a.tar.gz", tmp_path / "to")
     found = {str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()}
     assert found == {"a.tar.gz", "to/models/templates/a.jinja", "to/convert_hf_to_gguf.py"}
+
+
+def test_a_folder_without_one_of_the_parts_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+
+    def unpack(archive: Path, folder: Path) -> None:
+        fetched.append(archive)
+        for part in published.PARTS:
+            (folder / part).mkdir(parents=True)
+
+    monkeypatch.setattr(published, "fetch", lambda package, folder: folder / "archive")
+    monkeypatch.setattr(published, "unpack_sources", unpack)
+    (tmp_path / "llama.cpp" / "of_before").mkdir(parents=True)
+    for _ in range(2):
+        folder = published.fetch_llama_cpp(tmp_path)
+        assert {one.name for one in folder.iterdir()} == set(published.PARTS)
+    assert len(fetched) == 1
