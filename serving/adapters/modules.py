@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from onnxport.graphs.linear_spec import LinearAttentionSpec
-from onnxport.graphs.lora import OF_FEED_FORWARD, PROJECTIONS, Projection, projection_shapes
+from onnxport.graphs.lora import PROJECTIONS, Projection, projection_shapes
+from onnxport.graphs.lora_module import Module, block_of
 from onnxport.graphs.spec import ArchSpec
 
 # A module of a layer -> the projections that it computes, one below the other.
@@ -144,39 +142,6 @@ def numbers_of(base: ArchSpec) -> int:
     return base.num_layers + blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
-    """A linear layer of the trained model, whose rows are those of projections of one layer.
-
-    Attributes:
-        layer: from 0.
-        parts: projections and how many rows of each there are, one below the other; a projection
-            may have several parts, in its own order.
-        in_features: columns.
-        heads: the rows lie head by head: of each first its share of the first part, and so on.
-    """
-
-    layer: int
-    parts: tuple[tuple[Projection, int], ...]
-    in_features: int
-    heads: int = 1
-
-    @property
-    def out_features(self) -> int:
-        """Rows of all parts."""
-        return sum(rows for _, rows in self.parts)
-
-    def by_projection(self, rows: NDArray[np.float32]) -> dict[Projection, NDArray[np.float32]]:
-        """Rows of each projection in its own order, of [out_features, rank]."""
-        rank = rows.shape[1]
-        ends = np.cumsum([count // self.heads for _, count in self.parts])
-        heads = rows.reshape(self.heads, -1, rank)
-        found: dict[Projection, list[NDArray[np.float32]]] = {}
-        for (name, _), part in zip(self.parts, np.split(heads, ends[:-1], axis=1), strict=True):
-            found.setdefault(name, []).append(part.reshape(-1, rank))
-        return {name: np.concatenate(parts) for name, parts in found.items()}
-
-
 def modules_of(base: ArchSpec) -> dict[str, Module]:
     """Return what adapters may add to, by names such as `layers.0.self_attn.q_proj`."""
     names = _OTHERS.get(base.family, _PLAIN)
@@ -186,8 +151,7 @@ def modules_of(base: ArchSpec) -> dict[str, Module]:
         for name, projections in names.of_layer(base, layer).items():
             block = layer
             if base.family in _OF_BLOCKS:
-                block += sum(map(base.has_mlp, range(layer)))
-                block += projections[0] in OF_FEED_FORWARD
+                block = block_of(base, layer, projections[0])
             parts = [part for one in projections for part in _parts(base, one, shapes[one][0])]
             columns, heads = shapes[projections[0]][1], _heads(base, projections)
             found[f"layers.{block}.{name}"] = Module(layer, tuple(parts), columns, heads)

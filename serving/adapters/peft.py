@@ -16,9 +16,10 @@ import safetensors
 from numpy.typing import NDArray
 
 from onnxport.errors import AdapterError
-from onnxport.graphs.lora import LoraAdapter, LoraDelta
+from onnxport.graphs.lora import LoraAdapter, LoraDelta, Projection
+from onnxport.graphs.lora_module import Module
 from onnxport.graphs.spec import ArchSpec
-from onnxport.serving.adapters.modules import Module, modules_of, numbers_of
+from onnxport.serving.adapters.modules import modules_of, numbers_of
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_file
 
@@ -80,7 +81,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     _check_others(config, others, modules)
     _check_modules(folder, config, pairs, set(modules), base)
     _check_shapes(folder, config, pairs, modules)
-    deltas = {}
+    deltas: dict[tuple[int, Projection], LoraDelta] = {}
     for module, (a, b) in pairs.items():
         with np.errstate(over="ignore"):
             scaled = b * np.float32(config.scaling_of(module))
@@ -90,11 +91,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
                 f"scaled by {config.scaling_of(module):g}; the file is damaged, or the training "
                 "diverged"
             )
-        layer = modules[module].layer
-        for name, rows in modules[module].by_projection(scaled).items():
-            if base.output_scale != 1 and name in ("o_proj", "down_proj"):
-                rows = rows * np.float32(base.output_scale)  # as the weights that it adds to are
-            deltas[layer, name] = LoraDelta(a, rows)
+        deltas |= modules[module].deltas(base, a, scaled)
     adapter = LoraAdapter(deltas)
     return AdapterContent(adapter, fingerprint(adapter), folder, config.base_model)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_NAME = 256  # characters
+
+# Reads an adapter of a model from where it is. Raises AdapterError.
+AdapterReader = Callable[[Path, ArchSpec], "AdapterContent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class AdapterRegistry:
     in them is known by `serving/adapters/model_slots.py`.
 
     `loaded`, `find` and `read` are for any thread; all else belongs to the engine's, between steps.
+
+    Attributes:
+        reader: what reads adapters; None: they are PEFT's folders.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class AdapterRegistry:
         self._entries: dict[int, Entry] = {}  # by number
         self._slots = ModelSlots(model)
         self._loaded: Mapping[str, Adapter] = MappingProxyType({})  # replaced as a whole
+        self.reader: AdapterReader | None = None
         self._numbers = count(1)
         self._uses = count(1)
 
@@ -130,15 +137,23 @@ class AdapterRegistry:
             )
         return adapter
 
-    def read(self, path: Path) -> AdapterContent:
-        """Read an adapter of this model; see `read_adapter`."""
+    def read(self, path: Path, reader: AdapterReader | None = None) -> AdapterContent:
+        """Read an adapter of this model.
+
+        Args:
+            path: a folder of PEFT, or what the reader reads.
+            reader: what reads it; None: that of this registry, and of folders alone without one.
+
+        Raises:
+            AdapterError: it cannot be read, or does not fit.
+        """
         if self._base is None:
             raise AdapterError(
                 "this engine does not know its model's shapes, and reads no adapters"
             )
         from onnxport.serving.adapters.peft import read_adapter
 
-        return read_adapter(path, self._base)
+        return (reader or self.reader or read_adapter)(path, self._base)
 
     def load(self, name: str, content: AdapterContent, *, in_place: bool = False) -> Adapter:
         """Keep an adapter under a name, and put it in a slot if one is free.

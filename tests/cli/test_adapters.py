@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from onnxport.cli import adapters as cli
 from onnxport.cli import build_parser
+from onnxport.cli.session import load_engine
 from onnxport.errors import AdapterError, CapacityError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
@@ -26,6 +27,7 @@ from onnxport.providers.base import LoadOptions
 from onnxport.serving.adapters.peft import read_adapter
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import RequestOptions, SamplingParams
+from tests.exporter import gguf_adapters
 from tests.serving.adapting import content, module_name, random_tensors, write_adapter
 
 from .conftest import onnxport, serving
@@ -100,7 +102,7 @@ def test_names_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     for wrong in ("a", "=x", "a="):
         with pytest.raises(SystemExit, match="2"):
             parse("--lora-modules", wrong)
-        assert "is not NAME=DIR" in capsys.readouterr().err
+        assert "is not NAME=PATH" in capsys.readouterr().err
     with pytest.raises(AdapterError, match="names a twice"):
         cli.read_adapters(tmp_path, parse("--lora-modules", "a=x", "b=x", "a=y"))
 
@@ -133,16 +135,43 @@ def folder(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def file(artifact: Path, folder: Path) -> Path:
+    """The same adapter as a file of llama.cpp."""
+    spec = Artifact.read(artifact).manifest.model
+    tensors = load_file(folder / "adapter_model.safetensors")
+    path = folder.with_name("tiny.gguf")
+    return gguf_adapters.write(path, gguf_adapters.of_llama(tensors, spec))
+
+
+def test_files_of_llama_cpp(artifact: Path, folder: Path, file: Path, tmp_path: Path) -> None:
+    """Named at the start or read while a server runs, they are what a folder is."""
+    options = parse("--lora-modules", f"a={folder}", f"b={file}", "--max-loras", "3", *FEW)
+    engine = load_engine(artifact, options)
+    try:
+        engine.adapters.load("c", engine.adapters.read(file))
+        loaded = {one.name: one for one in engine.adapters.loaded}
+        assert loaded.keys() == {"a", "b", "c"}
+        assert len({one.fingerprint for one in loaded.values()}) == 1
+        assert (loaded["c"].path, loaded["c"].rank) == (file, 4)
+        with pytest.raises(AdapterError, match=r"no adapter: general\.type is 'model'"):
+            engine.adapters.read(gguf_adapters.write(tmp_path / "m.gguf", {}, general__type=None))
+    finally:
+        engine.close()
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_an_answer_with_an_adapter(artifact: Path, folder: Path, tmp_path: Path) -> None:
+def test_an_answer_with_an_adapter(
+    artifact: Path, folder: Path, file: Path, tmp_path: Path
+) -> None:
     ask = ("generate", artifact, "ab", "--max-tokens", "12", "--ignore-eos", "--json", *FEW)
     texts = []
-    for more in ((), ("--lora", folder)):
+    for more in ((), ("--lora", folder), ("--lora", file)):
         done = onnxport(*ask, *more)
         assert done.returncode == 0, done.stderr
         texts.append(json.loads(done.stdout)[0]["text"])
-    assert texts[0] != texts[1]
+    assert texts[0] != texts[1] == texts[2]
     done = onnxport("chat", artifact, "--lora", folder, "--max-tokens", "4", *FEW, stdin="hi\n")
     assert done.returncode == 0, done.stderr
     done = onnxport(*ask, "--lora", write_adapter(tmp_path / "other"))

@@ -6,6 +6,8 @@ It brings a newer package `gguf` of its own, which it sees while it runs, and no
 from __future__ import annotations
 
 import importlib
+import logging
+import runpy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.published.places import LLAMA_CPP
+from tests.published.places import LLAMA_CPP, OF_ADAPTERS
 
 _OUT_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _KEPT: dict[str, Any] = {}  # modules of the converter, between two conversions
@@ -59,6 +61,35 @@ def package() -> Any:
     """The converter's package `gguf`."""
     with _own_modules():
         return importlib.import_module("gguf")
+
+
+def convert_adapter(
+    folder: Path,
+    base: Path,
+    to: Path,
+    outtype: str = "f32",
+    hparams: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write PEFT's adapter in a folder to the GGUF file `to`, as `convert_lora_to_gguf.py` does.
+
+    Args:
+        folder: The adapter.
+        base: The checkpoint that it was trained on.
+        to: The file.
+        outtype: Of matrices: f32, f16, bf16 or q8_0.
+        hparams: As of `convert`.
+
+    Raises:
+        SystemExit: The converter refuses the adapter, or does not know the model.
+    """
+    arguments = [str(OF_ADAPTERS), "--base", str(base), "--outfile", str(to)]
+    arguments += ["--outtype", outtype, str(folder)]
+    with _own_modules(), patch.object(sys, "argv", arguments), patch.object(logging, "basicConfig"):
+        models = importlib.import_module("conversion").ModelBase
+        told = {**models.load_hparams(base, False), **(hparams or {})}
+        with patch.object(models, "load_hparams", lambda *_, **__: told):
+            runpy.run_path(str(OF_ADAPTERS), run_name="__main__")
+    return to
 
 
 @contextmanager

@@ -12,6 +12,7 @@ MODELS = LLAMA_CPP / "models"  # vocabularies, `ggml-vocab-*.gguf`
 TEMPLATES = MODELS / "templates"
 GRAMMARS = LLAMA_CPP / "grammars"
 CONVERTER = LLAMA_CPP / "convert_hf_to_gguf.py"
+OF_ADAPTERS = LLAMA_CPP / "convert_lora_to_gguf.py"
 SCHEMA_SUITE = FOLDER / "JSON-Schema-Test-Suite"
 SCHEMA_DRAFTS = SCHEMA_SUITE / "tests"  # a folder for each, `draft2020-12`
 SMOLLM2 = FOLDER / "SmolLM2-135M-Instruct.Q4_1.gguf"

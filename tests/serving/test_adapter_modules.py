@@ -13,8 +13,9 @@ import pytest
 from onnxport.errors import AdapterError
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.lora import Projection, projection_shapes
+from onnxport.graphs.lora_module import Module
 from onnxport.graphs.spec import ArchSpec
-from onnxport.serving.adapters.modules import Module, modules_of
+from onnxport.serving.adapters.modules import modules_of
 from onnxport.serving.adapters.peft import read_adapter
 from tests.graphs.test_linear_spec import BASE, CONV, LINEAR, SPACE, SPEC
 from tests.serving.adapting import Tensors, write_adapter

@@ -24,12 +24,12 @@ DTYPES = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 
 
 def lora_module(text: str) -> tuple[str, Path]:
-    """Parse the name and the folder of an adapter: NAME=DIR, or an object as vLLM takes it."""
+    """Parse the name and the path of an adapter: NAME=PATH, or an object as vLLM takes it."""
     if text.lstrip().startswith("{"):
         return _module_object(text)
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR, as in sql=adapters/sql")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH, as in sql=adapters/sql")
     return name, Path(path)
 
 
@@ -64,9 +64,9 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        metavar="NAME=DIR",
-        help="adapters to load, folders as PEFT writes them; requests pick one as their model; "
-        'also as {"name": NAME, "path": DIR}',
+        metavar="NAME=PATH",
+        help="adapters to load, folders as PEFT writes them or .gguf files of llama.cpp; requests "
+        'pick one as their model; also as {"name": NAME, "path": PATH}',
     )
     group.add_argument(
         "--enable-lora", action="store_true", help=f"room for {DEFAULT_LORAS} adapters"
@@ -96,7 +96,7 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-runtime-lora",
         action="store_true",
-        help="let requests load adapters from folders of this machine (/v1/load_lora_adapter); "
+        help="let requests load adapters from paths of this machine (/v1/load_lora_adapter); "
         "for clients that are trusted",
     )
 
@@ -104,7 +104,10 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
     """Add the one LoRA adapter of a command that answers by itself."""
     parser.add_argument(
-        "--lora", type=Path, metavar="DIR", help="answer with this LoRA adapter, a folder of PEFT"
+        "--lora",
+        type=Path,
+        metavar="PATH",
+        help="answer with this LoRA adapter, a folder of PEFT or a .gguf file of llama.cpp",
     )
     _add_dtype(parser)
 
@@ -140,8 +143,8 @@ def read_adapters(artifact: Path, options: argparse.Namespace) -> list[tuple[str
     names = [name for name, _ in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise AdapterError(f"--lora-modules names {', '.join(twice)} twice; choose another name")
+    from onnxport.cli.adapter_files import read_adapter
     from onnxport.graphs.artifact import Artifact
-    from onnxport.serving.adapters.peft import read_adapter
 
     base = Artifact.read(artifact).manifest.model
     return [(name, read_adapter(path, base)) for name, path in named]

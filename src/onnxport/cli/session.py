@@ -30,6 +30,7 @@ def load_engine(artifact: Path, options: argparse.Namespace, texts: Collection[s
         options: of the command.
         texts: special tokens that are text here.
     """
+    from onnxport.cli.adapter_files import read_adapter
     from onnxport.serving.loading import open_engine
 
     adapters = read_adapters(artifact, options)
@@ -42,6 +43,7 @@ def load_engine(artifact: Path, options: argparse.Namespace, texts: Collection[s
         trials=trials_folder(options),
         texts=texts,
     )
+    engine.adapters.reader = read_adapter
     try:
         for name, content in adapters:
             engine.adapters.load(name, content)

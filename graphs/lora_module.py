@@ -1,0 +1,70 @@
+"""A linear layer of a trained model that adapters add to, and the projections it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.graphs.lora import OF_FEED_FORWARD, LoraDelta, Projection
+from onnxport.graphs.spec import ArchSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A linear layer of the trained model, whose rows are those of projections of one layer.
+
+    Attributes:
+        layer: from 0.
+        parts: projections and how many rows of each there are, one below the other; a projection
+            may have several parts, in its own order.
+        in_features: columns.
+        heads: the rows lie head by head: of each first its share of the first part, and so on.
+    """
+
+    layer: int
+    parts: tuple[tuple[Projection, int], ...]
+    in_features: int
+    heads: int = 1
+
+    @property
+    def out_features(self) -> int:
+        """Rows of all parts."""
+        return sum(rows for _, rows in self.parts)
+
+    def by_projection(self, rows: NDArray[np.float32]) -> dict[Projection, NDArray[np.float32]]:
+        """Rows of each projection in its own order, of [out_features, rank]."""
+        rank = rows.shape[1]
+        ends = np.cumsum([count // self.heads for _, count in self.parts])
+        heads = rows.reshape(self.heads, -1, rank)
+        found: dict[Projection, list[NDArray[np.float32]]] = {}
+        for (name, _), part in zip(self.parts, np.split(heads, ends[:-1], axis=1), strict=True):
+            found.setdefault(name, []).append(part.reshape(-1, rank))
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+
+    def deltas(
+        self, base: ArchSpec, a: NDArray[np.float32], b: NDArray[np.float32]
+    ) -> dict[tuple[int, Projection], LoraDelta]:
+        """What an adapter adds to each projection.
+
+        Args:
+            base: the model.
+            a: [rank, in_features].
+            b: [out_features, rank]; the scaling is in it.
+        """
+        found = {}
+        for name, rows in self.by_projection(b).items():
+            if base.output_scale != 1 and name in ("o_proj", "down_proj"):
+                rows = rows * np.float32(base.output_scale)  # as the weights that it adds to are
+            found[self.layer, name] = LoraDelta(a, rows)
+        return found
+
+
+def block_of(base: ArchSpec, layer: int, projection: Projection) -> int:
+    """The number of a projection's block, of models whose layers are made of numbered blocks.
+
+    A feed-forward layer has the number behind that of what is ahead of it.
+    """
+    behind = projection in OF_FEED_FORWARD
+    return layer + sum(map(base.has_mlp, range(layer))) + behind
