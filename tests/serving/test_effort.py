@@ -65,9 +65,10 @@ def test_what_a_request_sets_goes_before() -> None:
     ["no", "{{ messages[0].thinking }}", "{% set thinking = 1 %}{{ thinking }}", "{# thinking #}"],
 )
 def test_a_template_without_one_is_refused(source: str) -> None:
-    with pytest.raises(RequestError, match="has no variable for how much to think") as caught:
+    with pytest.raises(RequestError, match="has no variable for it") as caught:
         variables(source, "low")
     assert caught.value.param == "reasoning_effort"
+    assert str(caught.value).count("reasoning_effort") == 1  # other APIs call each otherwise
 
 
 @pytest.mark.parametrize(
