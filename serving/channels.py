@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
-from onnxport.serving.split import Split, Stretch
+from onnxport.serving.split import Split, Stretch, joined
 from onnxport.serving.text import longest_beginning
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -335,11 +335,8 @@ class ChannelSplitter:
 
     def _place(self, stretch: Stretch) -> None:
         """Remember where content is; what goes on is joined to what it goes on from."""
-        last = self._stretches[-1] if self._stretches else Stretch(0, 0, 0)
-        assert last.length is not None
-        assert stretch.length is not None
-        length = last.length
-        if stretch[:2] == (last.start + length, last.place + length) and self._stretches:
-            self._stretches[-1] = last._replace(length=length + stretch.length)
-        else:
+        whole = joined(self._stretches[-1], stretch) if self._stretches else None
+        if whole is None:
             self._stretches.append(stretch)
+        else:
+            self._stretches[-1] = whole

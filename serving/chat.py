@@ -162,18 +162,16 @@ class ChatTemplate:
         given = {
             **self.special_tokens,
             **named_variables(self._reads(name), tools),
-            **deepcopy(dict(self.variables)),  # of all requests, and a template may append to lists
+            **self.variables,
             **variables,
+            "documents": documents or None,
+            "add_generation_prompt": add_generation_prompt,
         }
 
         def render(knows: Knowledge) -> str:
-            return template.render(
-                given,
-                messages=knows.messages(messages),
-                tools=knows.tools(tools),
-                documents=documents or None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            told = {"messages": knows.messages(messages), "tools": knows.tools(tools)}
+            # A template may append to lists, and these are read again: by other tries and requests.
+            return template.render(deepcopy({**given, **told}))
 
         try:
             return _first_rendered(render, Knowledge.of(self.sources[name]), messages)
@@ -221,11 +219,7 @@ def _first_rendered(
     """
     import jinja2
 
-    def rendered(knows: Knowledge) -> str:
-        if knows.no_content:
-            with suppress(TypeError, jinja2.UndefinedError):  # it takes it for a text as well
-                return render(knows)
-        knows = replace(knows, no_content=False)
+    def in_other_forms(knows: Knowledge) -> str:
         try:
             return render(knows)
         except TypeError:
@@ -234,6 +228,14 @@ def _first_rendered(
                 with suppress(Exception):
                     return render(replace(knows, **other))
             raise
+
+    def rendered(knows: Knowledge) -> str:
+        if knows.no_content:
+            # It may take it for a text as well. It may also leave out calls beside one, so that
+            # everything else is tried first.
+            with suppress(TypeError, jinja2.UndefinedError):
+                return in_other_forms(knows)
+        return in_other_forms(replace(knows, no_content=False))
 
     if texts := [t for m in messages for t in texts_of_user(m)]:
         with suppress(Exception):  # it goes through none, or through those of other roles alone

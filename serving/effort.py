@@ -46,7 +46,7 @@ def effort_variables(
     if not switches and not levels:
         raise RequestError(
             f"reasoning_effort is {effort!r}, and the model's chat template has no variable for "
-            f"it ({', '.join(LEVELS)}), nor {', '.join(SWITCHES)}; leave it out",
+            "it, nor one for whether to think; leave it out",
             "reasoning_effort",
         )
     if effort != NO_EFFORT or not switches:

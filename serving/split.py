@@ -29,6 +29,20 @@ class Stretch(NamedTuple):
     length: int | None
 
 
+def joined(last: Stretch, following: Stretch) -> Stretch | None:
+    """Return two stretches as one; None: other characters are between them.
+
+    Args:
+        last: the end of it is known.
+        following: stands behind it.
+    """
+    assert last.length is not None
+    if following[:2] != (last.start + last.length, last.place + last.length):
+        return None
+    length = None if following.length is None else last.length + following.length
+    return last._replace(length=length)
+
+
 def places(stretches: Sequence[Stretch], start: int, end: int) -> list[tuple[int, int]]:
     """Where in the text some characters of the answer are, as ranges, in order."""
     found = []

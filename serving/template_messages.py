@@ -110,13 +110,14 @@ def named_variables(names: Collection[str], tools: Sequence[Tool] | None) -> dic
 def _plain_message(message: Message, knows: Knowledge) -> dict[str, Any]:
     """Return a message as templates expect it: no nulls, text content, arguments as objects.
 
-    Tool calls without content have none where the template asks for that, and an empty one else.
+    Tool calls without text have no content where the template asks for that, and an empty one else.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     if not plain.get("tool_calls"):  # a list without calls says nothing
         plain.pop("tool_calls", None)
-    no_content = knows.no_content and "content" not in plain and bool(plain.get("tool_calls"))
-    plain["content"] = None if no_content else plain_text(plain.get("content", ""))
+    text = plain_text(plain.get("content", ""))
+    no_content = knows.no_content and not text and bool(plain.get("tool_calls"))
+    plain["content"] = None if no_content else text
     if knows.keeps_parts and (texts := texts_of_user(message)):
         plain["content"] = [_part(text) for text in texts]
     elif knows.parts_alone and plain["content"]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from onnxport.serving.split import Split, Stretch
+from onnxport.serving.split import Split, Stretch, joined
 from onnxport.serving.text import longest_beginning
 
 MOST_BREAKS: Final = 2  # ends of lines behind a closing tag that are a part of it
@@ -236,12 +236,17 @@ class ReasoningSplitter:
                 held = 0 if final else longest_beginning(self._pending, self._frames)
                 end, frame = len(self._pending) - held, ""
             if end:
-                self._framed += (Stretch(self._num_content, self.num_read, end),)
+                self._place(Stretch(self._num_content, self.num_read, end))
                 self._num_content += end
             told += self._pending[:end]
             self._pending = self._pending[end + len(frame) :]
             if found is None:
                 return told
+
+    def _place(self, stretch: Stretch) -> None:
+        """Remember where the answer is; what goes on is joined to what it goes on from."""
+        whole = joined(self._framed[-1], stretch) if self._framed else None
+        self._framed = (*self._framed, stretch) if whole is None else (*self._framed[:-1], whole)
 
 
 def first_of(text: str, tags: Sequence[str]) -> tuple[int, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,45 @@ def test_calls_have_no_content_where_the_template_asks_for_that() -> None:
     with pytest.raises(RequestError, match="needs text"):
         ChatTemplate({"default": refuses}).render([call])
     assert ChatTemplate({"default": both}).render([call]) == "Falsea"  # asks, and needs a text
+
+
+def test_calls_are_told_rather_than_an_empty_text() -> None:
+    """Where a template takes arguments as text, and leaves out calls beside a content."""
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calling = {"role": "assistant", "tool_calls": [{"id": "x", "function": function}]}
+    picky = ChatTemplate(
+        {
+            "default": "{% for m in messages %}{% if m.content is none %}"
+            "{{ 'calls ' + m.tool_calls[0].function.arguments }}"
+            "{% else %}{{ 'says ' + m.content }}{% endif %}{% endfor %}"
+        }
+    )
+    assert picky.render([calling]) == 'calls {"a": 1}'
+    assert picky.render([{**calling, "content": ""}]) == 'calls {"a": 1}'
+    assert picky.render([{**calling, "content": "yes"}]) == "says yes"
+    assert picky.render([{"role": "assistant", "content": ""}]) == "says "
+
+
+def test_what_a_template_appends_to_is_its_own() -> None:
+    """It may be rendered again: in another form, with other documents, for another request."""
+    appends = (
+        "{% set _ = tools[0].function.parameters.required.append('x') %}{% set _ = mine.append(1) "
+        "%}{% set _ = documents[0].texts.append('x') %}{% set _ = of_all.append(1) %}"
+        "{{ tools[0].function.parameters.required }}{{ mine }}{{ documents[0].texts }}{{ of_all }}"
+    )
+    fails = "{% if messages[0].content is none %}{{ 1 + 'a' }}{% endif %}"
+    function = {"name": "f", "parameters": {"type": "object", "required": []}}
+    calling = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+    given = (
+        [{"role": "assistant", "tool_calls": [calling]}],
+        [{"type": "function", "function": function}],
+    )
+    more: dict[str, Any] = {"documents": [{"texts": []}], "mine": []}
+    template = ChatTemplate({"default": appends + fails}, variables={"of_all": []})
+    before = deepcopy((given, more))
+    for _ in range(2):
+        assert template.render(*given, **more) == "['x'][1]['x'][1]"
+    assert (given, more) == before
 
 
 def test_developer_is_system_unless_the_template_knows_it() -> None:

@@ -92,8 +92,9 @@ OTHERWISE: Final[dict[str, tuple[str, ...]]] = {
     "LFM2.5-Instruct": CALLS,
     "meetkai-functionary-medium-v3.2": CALLS,  # its arguments are text
     # Calls without a text have no content, as OpenAI has it; the template asks for that.
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("call without text", "calls"),
-    "llama-cpp-rwkv-world": ("call without text", "calls"),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": CALLS[1:],
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": CALLS[1:],
+    "llama-cpp-rwkv-world": CALLS[1:],
     # Its thoughts are parts of contents, which requests have none of.
     "mistralai-Ministral-3-14B-Reasoning-2512": ("thought", *CALLS[1:]),
     "openai-gpt-oss-120b": ("calls",),  # `tests/http/test_harmony_template.py` has it
@@ -230,6 +231,17 @@ def test_earlier_calls_have_the_ids_that_kimi_gives_them() -> None:
         assert found is not None
         for place, one in enumerate(("weather", "add")):
             assert found.count(f"functions.{one}:{place}") == 2, found  # the call, and its result
+
+
+def test_earlier_calls_without_text_reach_deepseek_r1() -> None:
+    """The template puts arguments beside texts, and writes no calls of a message with content."""
+    for what in CALLS[1:]:
+        prompt = ours("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", CONVERSATIONS[what], TOOLS, True)
+        asked = [c for m in CONVERSATIONS[what] for c in m.get("tool_calls", ())]
+        assert prompt is not None
+        for one in asked:
+            arguments = json.dumps(one["function"]["arguments"], ensure_ascii=False)
+            assert f"{one['function']['name']}\n```json\n{arguments}\n```" in prompt
 
 
 def test_earlier_thoughts_reach_ministral() -> None:

@@ -14,6 +14,7 @@ from onnxport.serving.http.reasoning import DeltaSplitter, ReasoningCounter, Thi
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning_formats import FORMATS
+from onnxport.serving.split import Stretch
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.thought_budget import with_thought
 from onnxport.serving.thoughts import ReasoningSplitter, Thought, first_of
@@ -34,6 +35,15 @@ def take(thought: Thought | None, pieces: list[str]) -> tuple[str, str, Reasonin
     found = [*map(splitter.feed, pieces), splitter.finish()]
     reasoning = "".join(one.reasoning for one in found)
     return reasoning, "".join(one.content for one in found), splitter
+
+
+def test_places_of_an_answer_are_no_more_than_its_frames_part() -> None:
+    """However many pieces it comes in: all of them are kept, and gone through with each piece."""
+    text = f"{COHERE.frames[0]}{'yes ' * 50}{COHERE.frames[1]}{'no ' * 50}"
+    _, content, splitter = take(PAST, list(text))
+    assert content == "yes " * 50 + "no " * 50
+    starts = [len(COHERE.frames[0]), len(COHERE.frames[0]) + 200 + len(COHERE.frames[1])]
+    assert [*splitter.stretches] == [Stretch(0, starts[0], 200), Stretch(200, starts[1], 150)]
 
 
 def test_what_a_prompt_says_of_them() -> None:

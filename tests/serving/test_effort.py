@@ -68,6 +68,7 @@ def test_a_template_without_one_is_refused(source: str) -> None:
     with pytest.raises(RequestError, match="has no variable for it") as caught:
         variables(source, "low")
     assert caught.value.param == "reasoning_effort"
+    assert str(caught.value).count("reasoning_effort") == 1  # other APIs call each otherwise
 
 
 @pytest.mark.parametrize(
