@@ -180,11 +180,13 @@ def _sentence_piece(
         if kind == NORMAL
     }
     order = sorted(places.values(), key=lambda one: one if by_place else -found.scores[one])
+    sizes = set(map(len, places))  # others need not be cut out, which of a long token takes long
     merges = [
         [whole[:cut], whole[cut:]]
         for place in order
         for whole in (found.tokens[place],)
         for cut in range(1, len(whole))
+        if cut in sizes and len(whole) - cut in sizes
         if whole[:cut] in places and whole[cut:] in places
     ]
     return {

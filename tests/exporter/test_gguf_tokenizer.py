@@ -571,6 +571,15 @@ def test_scores_that_order_nothing(pieces: dict[str, Any], tmp_path: Path) -> No
         made({**pieces, "tokenizer.ggml.scores": scores}, tmp_path)
 
 
+def test_a_token_as_long_as_a_book(pieces: dict[str, Any], tmp_path: Path) -> None:
+    """It is not cut at each letter, which would copy it as often: 10^12 letters."""
+    own = {"tokens": "a" * 1_000_000, "token_type": 1, "scores": -9.0}
+    longer = {f"tokenizer.ggml.{key}": one for key, one in own.items()}
+    made({**pieces, **{key: [*pieces[key], one] for key, one in longer.items()}}, tmp_path)
+    merges = read_json(tmp_path / "tokenizer.json")["model"]["merges"]
+    assert max(map(len, map("".join, merges))) < 100
+
+
 def test_pieces_without_scores(pieces: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="and 0 scores"):
         made({**pieces, "tokenizer.ggml.scores": None}, tmp_path)
