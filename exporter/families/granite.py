@@ -8,15 +8,18 @@ norms' epsilon is over the square of it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, Final
+
+import numpy as np
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.graphs.spec import ArchSpec
+
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -72,8 +75,10 @@ def multiplied(config: Config, **differences: Any) -> ArchSpec:
 
 def _multiplier(config: Config, key: str) -> float:
     found = config.get(key, float, 1.0)
-    if not 0 < found < math.inf:
-        raise CheckpointError(f"{config.path}: {key} is {found}; it must be above 0.")
+    if not _LEAST <= found <= _MOST:
+        raise CheckpointError(
+            f"{config.path}: {key} is {found}; it must be above 0, and a float32 have room for it."
+        )
     return found
 
 

@@ -27,7 +27,7 @@ def gemma4(facts: Facts) -> Values:
     meta = facts.metadata
     layers = facts.num_layers()
     slides = facts.by_layer("attention.sliding_window_pattern", layers)
-    shared = meta.get("attention.shared_kv_layers", int, 0)
+    shared = _shared_layers(facts, layers)
     own = [layer for layer in range(layers - shared) if not slides[layer]]
     return {
         "architectures": ["Gemma4ForCausalLM"],
@@ -49,6 +49,21 @@ def gemma4(facts: Facts) -> Values:
         **_widths(facts, layers, shared),
         **_experts(facts),
     }
+
+
+def _shared_layers(facts: Facts, layers: int) -> int:
+    """The last layers, which have keys and values of others.
+
+    Raises:
+        CheckpointError: There are as many as layers, or fewer than none.
+    """
+    meta, key = facts.metadata, "attention.shared_kv_layers"
+    told = meta.get(key, int, 0)
+    if not 0 <= told < layers:
+        raise CheckpointError(
+            f"{meta.path}: {meta.name(key)} is {told}, of {layers} layers. Download it again."
+        )
+    return told
 
 
 def _heads(facts: Facts, slides: list[bool]) -> Values:

@@ -21,9 +21,10 @@ from onnxport.exporter.gguf.layouts import SCORE_ROWS
 
 RANK: Final = 4  # of `pooling_type`
 POOLING: Final = "pooling_type"
+PLACES: Final = ("{query}", "{document}")  # in the text of a pair
 
 _LABELS: Final = "classifier.output_labels"
-_PLACES: Final = re.compile(r"\{(query|document)\}")
+_PLACES: Final = re.compile(r"\{(query|document)\}")  # of PLACES
 _ROLES: Final = """\
 {%- set roles = namespace(query="", document="") -%}
 {%- for message in messages -%}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.gguf.reranker import pair_template
+from onnxport.exporter.gguf.reranker import PLACES, pair_template
 from onnxport.exporter.gguf.roles import CONTROL, USER_DEFINED
 from onnxport.exporter.gguf.splits import SPLITS, Split
 from onnxport.exporter.gguf.vocabulary import (
@@ -24,6 +26,8 @@ from onnxport.exporter.gguf.vocabulary import (
     Vocabulary,
 )
 from onnxport.exporter.source import PAIRS, TEMPLATE_FOLDER
+
+logger = logging.getLogger(__name__)
 
 _TEMPLATE: Final = "tokenizer.chat_template"
 _TEMPLATE_NAME: Final = re.compile(r"[\w.-]{1,100}", re.ASCII)  # which becomes a file's
@@ -42,6 +46,8 @@ _SAMPLING: Final[Mapping[str, str]] = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+_SAMPLING_PREFIX: Final = "general.sampling."
+_NO_SAMPLER: Final = ("general.sampling.mirostat", "general.sampling.xtc_probability")  # where 0
 
 
 def write_files(values: Mapping[str, Any], path: Path, architecture: str, folder: Path) -> None:
@@ -174,11 +180,13 @@ def _sentence_piece(
         if kind == NORMAL
     }
     order = sorted(places.values(), key=lambda one: one if by_place else -found.scores[one])
+    sizes = set(map(len, places))  # others need not be cut out, which of a long token takes long
     merges = [
         [whole[:cut], whole[cut:]]
         for place in order
         for whole in (found.tokens[place],)
         for cut in range(1, len(whole))
+        if cut in sizes and len(whole) - cut in sizes
         if whole[:cut] in places and whole[cut:] in places
     ]
     return {
@@ -287,8 +295,30 @@ def _generation(values: Mapping[str, Any], found: Vocabulary) -> dict[str, Any]:
             config[key] = found.special[name]
     if found.suppressed:
         config["suppress_tokens"] = list(found.suppressed)
-    sampling = {name: values[key] for key, name in _SAMPLING.items() if key in values}
+    sampling = _sampling(values, found.path)
     return config | ({"do_sample": True} | sampling if sampling else {})
+
+
+def _sampling(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """How the model wants to be sampled; a warning tells what of it no artifact can say.
+
+    Raises CheckpointError for what is no number.
+    """
+    told = {key: one for key, one in values.items() if key.startswith(_SAMPLING_PREFIX)}
+    for key in told.keys() & _SAMPLING.keys():
+        if type(told[key]) not in (int, float) or not math.isfinite(told[key]):
+            raise CheckpointError(f"{path}: {key} is {str(told[key])[:80]!r}, and no number.")
+    others = [
+        f"{key} = {str(one)[:80]}"
+        for key, one in sorted(told.items())
+        if key not in _SAMPLING and not (key in _NO_SAMPLER and one == 0)
+    ]
+    if others:
+        logger.warning(
+            "%s wants to be sampled by %s, which the artifact does not tell; of these keys %s are",
+            *(path, ", ".join(others), ", ".join(_SAMPLING)),
+        )
+    return {name: told[key] for key, name in _SAMPLING.items() if key in told}
 
 
 def _write_templates(values: Mapping[str, Any], path: Path, folder: Path) -> None:
@@ -304,10 +334,20 @@ def _write_templates(values: Mapping[str, Any], path: Path, folder: Path) -> Non
             )
         if name:
             (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-            written = pair_template(text) if name == PAIRS else text
+            written = _pairs(text, path) if name == PAIRS else text
             (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_text(written, encoding="utf-8")
         else:
             (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
+
+
+def _pairs(text: str, path: Path) -> str:
+    """The template of a text of pairs. Raises CheckpointError where a pair has no place in it."""
+    if missing := [place for place in PLACES if place not in text]:
+        raise CheckpointError(
+            f"{path}: the text of a pair, {_TEMPLATE}.{PAIRS}, has no {' and no '.join(missing)}, "
+            f"so all would be judged alike. {ADVICE}"
+        )
+    return pair_template(text)
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,8 @@ class Vocabulary:
                 f"{path} has {len(tokens)} tokens, {len(types)} of their types and {len(scores)} "
                 f"scores, which must be as many. Download it again."
             )
+        if not all(map(math.isfinite, scores)):
+            raise CheckpointError(f"{path}: {PREFIX}scores are not all finite. {ADVICE}")
         if kind == "llama":
             own = _with_defaults(own, types)
             tokens = tuple(map(_as_in_texts, tokens, types))
@@ -99,7 +102,7 @@ class Vocabulary:
         pre = own.get("pre")
         if not isinstance(pre, str | None):
             raise CheckpointError(f"{path}: {PREFIX}pre is {str(pre)[:80]}, and no name.")
-        adds_bos = own.get("add_bos_token")
+        space_prefix = _flag(own, "add_space_prefix", path)
         return cls(
             path,
             kind,
@@ -111,9 +114,9 @@ class Vocabulary:
             tuple(_list(own, "suppress_tokens", int, path)),
             _special(own, _SPECIAL, len(tokens), path),
             _special(own, FILLING_KEYS, len(tokens), path),
-            None if adds_bos is None else bool(adds_bos),
-            bool(own.get("add_eos_token", False)),
-            bool(own.get("add_space_prefix", kind == "llama")),
+            _flag(own, "add_bos_token", path),
+            bool(_flag(own, "add_eos_token", path)),
+            space_prefix if space_prefix is not None else kind == "llama",
         )
 
     def ends(self) -> list[int]:
@@ -213,6 +216,16 @@ def _check_keys(own: Mapping[str, Any], path: Path) -> None:
             f"{path} has {len(unknown)} key(s) of its tokenizer that are not understood, and that "
             f"could change which tokens a text has: {listed}. {ADVICE}"
         )
+
+
+def _flag(own: Mapping[str, Any], key: str, path: Path) -> bool | None:
+    """What a key says; None: it is not there. Raises CheckpointError if it is of another type."""
+    found = own.get(key)
+    if not isinstance(found, bool | None):
+        raise CheckpointError(
+            f"{path}: {PREFIX}{key} is {str(found)[:80]!r}, expected true or false. {ADVICE}"
+        )
+    return found
 
 
 def _list(own: Mapping[str, Any], key: str, kind: type, path: Path) -> list[Any]:

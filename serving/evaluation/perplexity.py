@@ -21,12 +21,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import RequestError
+from onnxport.errors import ProviderError, RequestError
 from onnxport.providers.base import Model
 from onnxport.serving.verify.comparison import log_softmax
 from onnxport.serving.verify.sequence import LoneSequence
 
-LEAST_WINDOW: Final = 4  # tokens, of which two count
+LEAST_WINDOW: Final = 5  # tokens, of which two count
 _ROWS: Final = 32  # whose probabilities are looked at at once: 64 bits for each of a vocabulary
 
 Floats = NDArray[np.float64]
@@ -88,11 +88,13 @@ def windows_of(
         vocab_size: how many tokens the model has.
 
     Raises:
-        RequestError: a window is too short to count anything, or the text is shorter than one, or
+        RequestError: a window is too short to count two tokens, or the text is shorter than one, or
             has a token that the model does not.
     """
     if size < LEAST_WINDOW:
-        raise RequestError(f"a window of {size} tokens counts none; {LEAST_WINDOW} are the least")
+        raise RequestError(
+            f"a window of {size} tokens counts fewer than two; {LEAST_WINDOW} are the least"
+        )
     if len(token_ids) < size:
         raise RequestError(
             f"the text has {len(token_ids)} tokens, fewer than a window of {size}; take a longer "
@@ -115,7 +117,7 @@ def measure(model: Model, windows: Sequence[Sequence[int]], note: Note | None = 
 
     Raises:
         CapacityError: the model's cache or context is smaller than a window.
-        ProviderError: the model cannot be run.
+        ProviderError: the model cannot be run, or gives no perplexity that is a number.
     """
     found: list[Floats] = []
     for number, window in enumerate(windows, 1):
@@ -183,7 +185,9 @@ def _logprobs(
         logits = sequence.step(window[begin:end], rows)
         for at in range(0, len(counted), _ROWS):
             came = [window[place + 1] for place in counted[at : at + _ROWS]]
-            yield log_softmax(logits[at : at + _ROWS].astype(np.float64)), np.array(came, np.int64)
+            with np.errstate(invalid="ignore"):  # of logits that are not finite
+                logprobs = log_softmax(logits[at : at + _ROWS].astype(np.float64))
+            yield logprobs, np.array(came, np.int64)
 
 
 def _told(logprobs: Floats, tokens: NDArray[np.int64]) -> Floats:
@@ -193,12 +197,18 @@ def _told(logprobs: Floats, tokens: NDArray[np.int64]) -> Floats:
 
 
 def _perplexity(logprobs: Floats) -> Perplexity:
-    surprise = _estimate(-logprobs)
-    perplexity = math.exp(surprise.mean)
+    with np.errstate(over="ignore", invalid="ignore"):  # seen as what is not finite
+        surprise = _estimate(-logprobs)
+        perplexity = float(np.exp(surprise.mean))
+    if not math.isfinite(perplexity):
+        raise ProviderError(
+            f"a token's mean log probability is {-surprise.mean}, of which there is no perplexity; "
+            "the model's logits are not finite, or its tokens another model's"
+        )
     estimate = Estimate(perplexity, perplexity * surprise.error)
     return Perplexity(estimate, -surprise.mean, len(logprobs))
 
 
 def _estimate(values: Floats) -> Estimate:
-    error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    error = float(values.std(ddof=1)) / math.sqrt(len(values))
     return Estimate(float(values.mean()), error)

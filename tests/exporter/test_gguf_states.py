@@ -101,5 +101,8 @@ def test_what_layers_of_gemma_4_share() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=r"is \[.*\]; supported is one number"):
             spec(facts("gemma4", **keys | {key: value}))
+    for shared in (-1, 4):
+        with pytest.raises(CheckpointError, match=f"shared_kv_layers is {shared}, of 4 layers"):
+            spec(facts("gemma4", **keys | {"attention__shared_kv_layers": shared}))
     with pytest.raises(UnsupportedModelError, match="dimension_count_swa is 8"):
         spec(facts("gemma4", rope__dimension_count_swa=8))

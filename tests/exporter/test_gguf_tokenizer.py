@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -427,6 +428,26 @@ def test_how_the_model_wants_to_be_sampled(demo: dict[str, Any], tmp_path: Path)
     }
 
 
+def test_sampling_that_an_artifact_cannot_tell(
+    demo: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    off = {"general.sampling.mirostat": 0, "general.sampling.xtc_probability": 0.0}
+    made({**demo, **off}, tmp_path)
+    assert not caplog.records
+    made({**demo, **off, "general.sampling.mirostat": 2}, tmp_path)
+    assert "wants to be sampled by general.sampling.mirostat = 2, which" in caplog.text
+    for value in ("0.6", math.nan, True):
+        with pytest.raises(CheckpointError, match=r"sampling\.temp is .*, and no number"):
+            made({**demo, "general.sampling.temp": value}, tmp_path)
+
+
+def test_a_text_of_pairs_without_places(demo: dict[str, Any], tmp_path: Path) -> None:
+    key = "tokenizer.chat_template.rerank"
+    with pytest.raises(CheckpointError, match=r"has no \{query\}, so all"):
+        made({**demo, key: "judge {document}"}, tmp_path)
+    made({**demo, key: "{query}{document}"}, tmp_path)
+
+
 def test_chat_templates(demo: dict[str, Any], tmp_path: Path) -> None:
     templates = {
         "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
@@ -519,6 +540,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "tokens of no type": ({"tokens": [1, 2]}, "tokens is no list of values of type str"),
     "too few types": ({"token_type": [1]}, "2048 tokens, 1 of their types"),
     "no tokens": ({"tokens": [], "token_type": []}, "0 tokens"),
+    "a flag of no type": ({"add_eos_token": "false"}, "add_eos_token is 'false', expected true"),
+    "a flag that is a number": ({"add_bos_token": 0}, "add_bos_token is '0', expected true or"),
     "no merges": ({"merges": []}, "has 0 merges"),
     "a merge of three": ({"merges": ["e r s"]}, r"\['e', 'r', 's'\] is none of two"),
     "a merge to nothing": ({"merges": ["e Ċ"]}, r"\['e', 'Ċ'\] is none of two"),
@@ -540,6 +563,21 @@ def test_a_token_twice(demo: dict[str, Any], tmp_path: Path) -> None:
         CheckpointError, match=r"1 tokens more than once, such as 'er'.*--tokenizer"
     ):
         made({**demo, "tokenizer.ggml.tokens": tokens}, tmp_path)
+
+
+def test_scores_that_order_nothing(pieces: dict[str, Any], tmp_path: Path) -> None:
+    scores = [*pieces["tokenizer.ggml.scores"][1:], math.nan]
+    with pytest.raises(CheckpointError, match="scores are not all finite"):
+        made({**pieces, "tokenizer.ggml.scores": scores}, tmp_path)
+
+
+def test_a_token_as_long_as_a_book(pieces: dict[str, Any], tmp_path: Path) -> None:
+    """It is not cut at each letter, which would copy it as often: 10^12 letters."""
+    own = {"tokens": "a" * 1_000_000, "token_type": 1, "scores": -9.0}
+    longer = {f"tokenizer.ggml.{key}": one for key, one in own.items()}
+    made({**pieces, **{key: [*pieces[key], one] for key, one in longer.items()}}, tmp_path)
+    merges = read_json(tmp_path / "tokenizer.json")["model"]["merges"]
+    assert max(map(len, map("".join, merges))) < 100
 
 
 def test_pieces_without_scores(pieces: dict[str, Any], tmp_path: Path) -> None:

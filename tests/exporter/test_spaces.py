@@ -354,6 +354,7 @@ def test_blocks_are_layers_in_their_order() -> None:
         (GRANITE, {"mamba_d_conv": 1}, "kernel of state spaces must be above 1"),
         (GRANITE, {"mamba_dt_min": 0.1}, "mamba_dt_min = 0.1"),
         (GRANITE, {"embedding_multiplier": 0}, "embedding_multiplier is 0.0; it must be above 0"),
+        (GRANITE, {"embedding_multiplier": 1e300}, "is 1e.300; it must be above 0, and a float32"),
         (BAMBA, {"attn_layer_indices": [32]}, "must have numbers of the 32 layers, from 0"),
         (BAMBA, {"attn_layer_indices": [True]}, "must have numbers of the 32 layers, from 0"),
         (BAMBA, {"attn_layer_indices": []}, "none of the 32 layers has attention"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from onnxport.errors import CapacityError, RequestError
+from onnxport.errors import CapacityError, ProviderError, RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.evaluation.perplexity import LEAST_WINDOW, compare, measure, windows_of
@@ -49,15 +49,15 @@ def test_windows_do_not_overlap_and_begin_as_texts_do() -> None:
     assert windows_of(TOKENS, 100, None, 50) == [TOKENS[:100], TOKENS[100:200]]
     found = windows_of(TOKENS, 100, 49, 50)
     assert found == [[49, *TOKENS[1:100]], [49, *TOKENS[101:200]]]
-    assert windows_of(TOKENS[:4], LEAST_WINDOW, None, 50) == [TOKENS[:4]]
+    assert windows_of(TOKENS[:5], LEAST_WINDOW, None, 50) == [TOKENS[:5]]
 
 
 @pytest.mark.parametrize(
     ("tokens", "size", "words"),
     [
-        (TOKENS, 3, "a window of 3 tokens counts none; 4 are the least"),
+        (TOKENS, 4, "a window of 4 tokens counts fewer than two; 5 are the least"),
         (TOKENS[:99], 100, "the text has 99 tokens, fewer than a window of 100"),
-        ([1, 2, 50, 3], 4, "the text has token 50, and the model has 50 tokens"),
+        ([1, 2, 50, 3, 4], 5, "the text has token 50, and the model has 50 tokens"),
     ],
 )
 def test_what_cannot_be_measured(tokens: list[int], size: int, words: str) -> None:
@@ -106,6 +106,24 @@ def test_a_model_is_as_far_from_itself_as_nothing() -> None:
     own, base, divergence = compare(Small(OPTIONS), NullModel(OPTIONS), windows)
     assert own == base
     assert (divergence.kl_most, divergence.same_top) == (0.0, 1.0)
+
+
+def test_the_shortest_window_counts_two_tokens() -> None:
+    found = measure(NullModel(OPTIONS), windows_of(TOKENS[:5], LEAST_WINDOW, None, 50))
+    assert found.num_tokens == 2
+    assert math.isfinite(found.perplexity.error)
+
+
+@pytest.mark.parametrize("logit", [5000.0, np.inf, np.nan])
+def test_what_is_no_perplexity(logit: float) -> None:
+    class Broken(NullModel):
+        def run(self, inputs):  # type: ignore[no-untyped-def]
+            logits = np.zeros_like(super().run(inputs))
+            logits[:, 49] = logit
+            return logits
+
+    with pytest.raises(ProviderError, match="of which there is no perplexity"):
+        measure(Broken(OPTIONS), windows_of([1] * 20, 20, None, 50))
 
 
 def test_a_window_that_does_not_fit() -> None:
