@@ -85,7 +85,7 @@ def test_what_is_refused(artifact: Path, text: Path, tmp_path: Path) -> None:
         ((artifact, tmp_path / "none.txt"), "none.txt, which cannot be read"),
         ((artifact, tmp_path / "binary.txt"), "binary.txt, which cannot be read"),
         ((artifact, tmp_path / "empty.txt"), "the text is empty"),
-        ((artifact, text, "--window", "3"), "4 are the least"),
+        ((artifact, text, "--window", "4"), "5 are the least"),
         ((artifact, text, "--window", "4096"), "take a longer text, or shorter windows"),
         ((artifact, text, "--against", other), "which is no artifact"),
         ((artifact, text, "--base-kv-cache-dtype", "fp32"), "which is not given"),
