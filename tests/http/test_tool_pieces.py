@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,15 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
 )
 from onnxport.serving.http.tool_formats.base import Block as Found
+from onnxport.serving.http.tool_formats.forced import calls as forms_of
 from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_ID
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
 from onnxport.serving.http.tool_formats.registry import FORMATS
+from onnxport.serving.http.tool_formats.tagged_values import value_of
+from tests.serving.structured import compiled, write
 
 PLACES = {NAME: "f", QUOTED: '"f"', ID: "123456789", ARGUMENTS: '{"a": "x"}', BREAK: "\n"}
 
@@ -92,3 +96,26 @@ def test_another_function_is_not_called_for_one_of_an_odd_name() -> None:
         "[__0(a=1), get-weather(a=1)]",
     ):
         assert calls_of(PYTHONIC, ODD, text) == []
+
+
+@pytest.mark.parametrize("syntax", FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "name", ["", "/x", 'q"x', "<y>", "a b", "a&quot;b", "{c}", "größe", "item"]
+)
+def test_forced_arguments_are_read_whatever_they_are_called(syntax: ToolFormat, name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"}},
+        "required": [name],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    form = compiled(forms_of(tools, syntax, several=False))
+    text = next(filter(None, (write(form.sequence(3), seed) for seed in range(9))))
+    [(_, arguments)] = calls_of(syntax, {"f": schema}, text)
+    assert json.loads(arguments).keys() == {name}, text
+
+
+def test_escapes_that_python_lacks_are_no_warning() -> None:
+    assert value_of(r"'\d'", set()) == r"\d"
+    assert calls_of(PYTHONIC, {"f": {}}, r"[f(a='\d')]") == [("f", r'{"a": "\\d"}')]

@@ -81,7 +81,7 @@ def calls_in(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
         return ()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of escapes that Python lacks
+            warnings.simplefilter("ignore")  # that speak of escapes that Python lacks
             mended, names = _mended(text, functions)
             found = ast.parse(mended, mode="eval").body
         calls = [_call(each, functions, names) for each in getattr(found, "elts", ())]
