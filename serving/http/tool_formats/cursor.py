@@ -36,6 +36,14 @@ class AwaitedTag:
         return self._tag in seen
 
 
+class AwaitedSign:
+    """Waits for a character that is no space, where space was gone past."""
+
+    def has_come(self, text: str) -> bool:
+        """Take the next piece of text; returns whether it was in it."""
+        return not text.isspace() and text != ""
+
+
 class AwaitedBracket:
     """Waits for the bracket that closes the first one of a text."""
 
@@ -103,24 +111,42 @@ class Cursor:
         self.at = at
         self._text = text
         self._final = final
+        self._spaced = -1  # the end of the text, where space was gone past up to it
 
     def skip_space(self) -> None:
         """Go to the next character that is no space, if there is one."""
         found = _SPACE.match(self._text, self.at)
         assert found is not None, "no space is space enough"
         self.at = found.end()
+        if self.at == len(self._text):
+            self._spaced = self.at
+
+    def _open(self) -> Incomplete:
+        """Return what to raise where what follows the text decides what stands here."""
+        return Incomplete(AwaitedSign() if self.at == self._spaced else None)
+
+    def go_past(self, pattern: re.Pattern[str]) -> str:
+        """Go past as many characters as a pattern of single ones has here, and return them."""
+        found = pattern.match(self._text, self.at)
+        if found is None:
+            self.next()
+            return ""
+        if found.end() == len(self._text) and not self._final:
+            raise Incomplete
+        self.at = found.end()
+        return found[0]
 
     def next(self) -> str:
         """Return the character that stands here; empty at the end of all."""
         if self.at == len(self._text) and not self._final:
-            raise Incomplete
+            raise self._open()
         return self._text[self.at : self.at + 1]
 
     def take(self, *texts: str) -> str | None:
         """Go past the longest of some texts that stands here; None: none does."""
         rest = self._text[self.at : self.at + max(map(len, texts), default=0)]
         if not self._final and any(len(rest) < len(t) and t.startswith(rest) for t in texts):
-            raise Incomplete
+            raise self._open()
         found = max((text for text in texts if rest.startswith(text)), key=len, default=None)
         self.at += len(found or "")
         return found

@@ -25,7 +25,7 @@ from onnxport.serving.http.tool_formats.base import (
 )
 from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
-from onnxport.serving.http.tool_formats.xml_calls import TEXT, types_of, value_of
+from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
 
 MOST_NESTED: Final = 100
 _ENDS: Final = ",]}"  # of a bare value

@@ -8,6 +8,7 @@ Source: the models' chat templates and their authors' guide to tool calls.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Final
 
@@ -28,6 +29,7 @@ SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 CALL: Final = ("<|tool_call_begin|>", "<|tool_call_end|>")
 ARGUMENT: Final = "<|tool_call_argument_begin|>"
 PREFIX: Final = "functions."
+_DIGITS: Final = re.compile("[0-9]+")
 
 
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
@@ -45,8 +47,7 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     name = cursor.take(*functions)
     if name is None or not cursor.take(":"):
         return none
-    while cursor.next().isdecimal():
-        cursor.at += 1
+    cursor.go_past(_DIGITS)
     told = cursor.since(begin)
     cursor.skip_space()
     if told.endswith(":") or not cursor.take(ARGUMENT):

@@ -30,14 +30,8 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
 from onnxport.serving.http.tool_formats.sections import ends_behind
-from onnxport.serving.http.tool_formats.xml_calls import (
-    TEXT,
-    arguments_of,
-    text_before,
-    types_of,
-    value_of,
-    written_value,
-)
+from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
+from onnxport.serving.http.tool_formats.xml_calls import arguments_of, text_before, written_value
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"

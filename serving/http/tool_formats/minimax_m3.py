@@ -31,13 +31,8 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
 from onnxport.serving.http.tool_formats.sections import ends_behind
-from onnxport.serving.http.tool_formats.xml_calls import (
-    arguments_of,
-    referred,
-    types_of,
-    value_of,
-    written_value,
-)
+from onnxport.serving.http.tool_formats.tagged_values import referred, types_of, value_of
+from onnxport.serving.http.tool_formats.xml_calls import arguments_of, written_value
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 SIGN: Final = "]<]minimax[>["
@@ -174,7 +169,7 @@ def written(name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
 
 def _argument(name: str | None, schema: Any) -> Tagged | None:
     """Return how an argument is written; see `arguments_of`. Its name stands at both ends."""
-    if name is None:
+    if not name or name.startswith("/"):  # any name, or one that makes no tag
         return None
     tags = Tagged(f"{SIGN}<", ">", f"{SIGN}</{name}>", name)
     types = types_of(schema, {})

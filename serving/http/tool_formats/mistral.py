@@ -8,7 +8,9 @@ digits.
 
 from __future__ import annotations
 
+import re
 import uuid
+from typing import Final
 
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
@@ -26,6 +28,7 @@ from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ID_LENGTH = 9
 ID_PATTERN = f"[A-Za-z0-9]{{{ID_LENGTH}}}"
+_ID: Final = re.compile(r"[^\W_]+")
 _read_list = JsonReader((OPEN,))
 
 
@@ -41,17 +44,11 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
         return none
     cursor.skip_space()
     if cursor.take(CALL_ID):
-        _take_id(cursor)
+        cursor.go_past(_ID)  # the call gets one of ours
     cursor.take(ARGS)
     cursor.skip_space()
     found = call(name, cursor.json(), functions)
     return Block(cursor.at, (found,)) if found else none
-
-
-def _take_id(cursor: Cursor) -> None:
-    """Go past an id; the call gets one of ours."""
-    while cursor.next().isalnum():
-        cursor.at += 1
 
 
 def new_id() -> str:

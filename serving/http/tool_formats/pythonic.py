@@ -9,9 +9,9 @@ templates.
 from __future__ import annotations
 
 import ast
-import keyword
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,12 @@ from onnxport.serving.http.tool_formats.base import (
 )
 from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
+from onnxport.serving.http.tool_formats.literal_rules import is_name
 
 START, END = "<|python_start|>", "<|python_end|>"
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
-_MARK = "_argument_"  # of a name that is a word of Python's own
-_TO_MEND = re.compile(
-    r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?P<name>\b[a-z]+\b(?=\s*=(?!=)))""", re.DOTALL
-)
+_TEXT = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
+_ARGUMENT = r"[^\W\d][\w-]*(?=\s*=(?!=))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,32 +81,63 @@ def calls_in(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
         return ()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of escapes that Python lacks
-            found = ast.parse(_TO_MEND.sub(_mended, text), mode="eval").body
-        calls = [_call(each, functions) for each in getattr(found, "elts", ())]
+            warnings.simplefilter("ignore")  # that speak of escapes that Python lacks
+            mended, names = _mended(text, functions)
+            found = ast.parse(mended, mode="eval").body
+        calls = [_call(each, functions, names) for each in getattr(found, "elts", ())]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return ()
     whole = tuple(each for each in calls if each is not None)
     return whole if len(whole) == len(calls) else ()
 
 
-def _call(node: ast.expr, functions: Functions) -> ParsedCall | None:
-    """Return the call that an expression is; arguments without a name are none."""
+def _call(node: ast.expr, functions: Functions, names: Mapping[str, str]) -> ParsedCall | None:
+    """Return the call that an expression is; arguments without a name are none.
+
+    Args:
+        node: the expression.
+        functions: that were offered.
+        names: see `_mended`.
+    """
     if not isinstance(node, ast.Call) or node.args:
         return None
     arguments = {}
     for each in node.keywords:
         if each.arg is None:
             return None
-        arguments[each.arg.removeprefix(_MARK)] = _value(each.value)
-    return call(ast.unparse(node.func), arguments, functions)
+        arguments[names.get(each.arg, each.arg)] = _value(each.value)
+    name = ast.unparse(node.func)
+    return call(names.get(name, name), arguments, functions)
 
 
-def _mended(found: re.Match[str]) -> str:
-    """Return what Python takes for what it does not: its own words as names, ends of lines."""
-    if found["name"]:
-        return f"{_MARK}{found[0]}" if keyword.iskeyword(found[0]) else found[0]
-    return found[0].replace("\\\n", "").replace("\n", "\\n")
+def _to_mend(functions: Functions) -> re.Pattern[str]:
+    """Return a pattern of texts, and of names that may be none of Python's."""
+    odd = sorted((name for name in functions if not is_name(name)), key=len, reverse=True)
+    called = rf"|(?:{'|'.join(map(re.escape, odd))})(?=\s*\()" if odd else ""
+    return re.compile(rf"{_TEXT}|(?<![\w.-])(?P<name>{_ARGUMENT}{called})", re.DOTALL)
+
+
+def _mended(text: str, functions: Functions) -> tuple[str, dict[str, str]]:
+    """Mend odd names, and ends of lines in texts, which Python does not take.
+
+    Returns:
+        The text, and what each name that it has in place of another one stands for.
+    """
+    names: dict[str, str] = {}
+    mark = "_"
+    while mark in text:
+        mark += "_"
+
+    def mended(found: re.Match[str]) -> str:
+        name = found["name"]
+        if not name:
+            return found[0].replace("\\\n", "").replace("\n", "\\n")
+        if is_name(name):
+            return name
+        names[f"{mark}{len(names)}"] = name
+        return f"{mark}{len(names) - 1}"
+
+    return _to_mend(functions).sub(mended, text), names
 
 
 def _value(node: ast.expr) -> Any:

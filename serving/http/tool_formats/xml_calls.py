@@ -14,7 +14,6 @@ Source: the models' chat templates.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -30,27 +29,17 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete, json_value
+from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
 from onnxport.serving.http.tool_formats.sections import ends_behind
+from onnxport.serving.http.tool_formats.tagged_values import TEXT, named_types, types_of, value_of
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 _TAG: Final = re.compile(r"</?\w+>")
 _FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
-TEXT: Final = {"string"}
-MOST_REFERRED: Final = 8  # schemas, each of which refers to the next one
 TEXT_SCHEMA: Final = {"type": "string"}
 _IN_PYTHON: Final = {"boolean": ("True", "False"), "null": ("None",)}
 _ANY_TEXT: Final = {"string", "number", "boolean", "null"}  # each of them, with nothing else asked
-_NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
-    str: ("string",),
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number", "integer"),
-    list: ("array",),
-    dict: ("object",),
-    type(None): ("null",),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,82 +224,6 @@ def in_python(written: Tagged, schema: Any) -> Tagged | None:
     return replace(written, value=told) if is_plain else None
 
 
-def value_of(text: str, types: set[str]) -> Any:
-    """Return the value of an argument: JSON, or what Python writes for it, where its schema can.
-
-    What may be a text, and nothing of the type that JSON makes of it, is a text; and so is what
-    JSON has no value for, such as Python's sets and an infinite number.
-    """
-    if types == TEXT:
-        return text
-    value, told = json_value(text.strip()), text.strip()
-    if value is None and told != "null":
-        try:
-            value = ast.literal_eval(told)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return text
-    if "string" in types and types.isdisjoint(_NAMES.get(type(value), ())):
-        return text
-    return value if _is_json(value) else text
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON has such a value."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True
-
-
-def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema of an argument names, or its alternatives do.
-
-    Args:
-        schema: where there is one.
-        root: the parameters that it is a part of, and may refer to.
-
-    Returns:
-        None of them: all may be.
-    """
-    schema = referred(schema, root)
-    named = _named_types(schema)
-    if named or not isinstance(schema, Mapping):
-        return named
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(among := schema.get(key), list):
-            types = [_named_types(referred(each, root)) for each in among]
-            return set().union(*types) if all(types) else set()
-    return set()
-
-
-def referred(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that another one refers to, or that itself; None: there is none."""
-    for _ in range(MOST_REFERRED):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            return schema
-        place, *names = schema["$ref"].split("/")
-        schema = root if place == "#" else None
-        for name in names:
-            name = name.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
-    return None
-
-
-def _named_types(schema: Any) -> set[str]:
-    """Return the types that a schema names itself, or its values have."""
-    if not isinstance(schema, Mapping):
-        return set()
-    found = schema.get("type")
-    types = [found] if isinstance(found, str) else found
-    if isinstance(types, list):
-        return {each for each in types if isinstance(each, str)}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list):
-        return set()
-    return {name for each in values for name in _NAMES.get(type(each), ())[:1]}
-
-
 def written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
     """Return what a value may be, as `Tagged` has it; no texts at all: that cannot be said."""
     if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
@@ -336,7 +249,7 @@ def _may_be_any_text(schema: Mapping[str, Any]) -> bool:
     for each in among:
         if not isinstance(each, Mapping) or set(each) - {"type", *ANNOTATIONS}:
             return False
-        types |= _named_types(each)
+        types |= named_types(each)
     return "string" in types and types <= _ANY_TEXT
 
 
