@@ -251,14 +251,43 @@ def test_tokens() -> None:
 
 def test_tokens_by_their_names() -> None:
     """Others that spell the same are no such token; of an end there is none either way."""
-    grammar = f'root ::= "a"{TOOL}!{TOOL}{{2}} ("<no>" # <no token>\n)? [<no>]? !{EOS}*'
+    grammar = f'root ::= "a"{TOOL}!{TOOL}{{2}} !{EOS} ("<no>" # <no token>\n)? [<no>]?'
     [tool] = text_ids(TOOL)
     begin = text_ids("a")
-    assert takes(grammar, [*begin, tool, 5, 6])
-    assert takes(grammar, [*begin, tool, 5, 6, *text_ids("<no>n"), tool])
-    assert not takes(grammar, [*begin, tool, 5, tool])
-    assert not takes(grammar, [*begin, *text_ids("<tool"), *text_ids(" call>"), 5, 6])
+    assert takes(grammar, [*begin, tool, 5, 6, tool])
+    assert takes(grammar, [*begin, tool, 5, 6, tool, *text_ids("<no>n")])
+    assert not takes(grammar, [*begin, tool, 5, tool, 6])
+    assert not takes(grammar, [*begin, *text_ids("<tool"), *text_ids(" call>"), 5, 6, 7])
     assert not takes(grammar, [*begin, tool, 5, 6, 340])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= !<[5]>* "a"',
+        'root ::= "a" !<[5]>+ "b"',
+        'root ::= !<[5]> | "ab"',
+        'root ::= x y\nx ::= "a" | !<[5]> x\ny ::= "b"',
+        "root ::= (x [a-z])+\nx ::= (!<[5]>)?",
+        "root ::= x <[5]>\nx ::= [a-z]* !<[6]> x | <[6]>",
+    ],
+)
+def test_any_token_or_text(grammar: str) -> None:
+    """The library would never take a token for the text."""
+    with pytest.raises(RequestError, match=r"a token with ! may come where text may come"):
+        compiled(StructuredOutputs(grammar=grammar))
+
+
+def test_any_token_and_text() -> None:
+    grammar = 'root ::= "a" ("b" | "c" x)* <[10]>\nx ::= (!<[11]> | <[12]> "d")* <[11]> "e"'
+    assert takes(grammar, [*text_ids("abbc"), 5, 6, 11, *text_ids("eb"), 10])
+    assert not takes(grammar, [*text_ids("abbc"), 5, 6, *text_ids("e")])
+
+
+def test_many_rules_with_any_token() -> None:
+    rules = "\n".join(f"r{one} ::= r{one + 1} | (((r{one + 1})))" for one in reversed(range(1500)))
+    with pytest.raises(RequestError, match="too large for a token with !"):
+        compiled(StructuredOutputs(grammar=f"root ::= r0\nr1500 ::= !<[5]>\n{rules}"))
 
 
 def text_ids(text: str) -> list[int]:
