@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from onnxport.errors import RequestError
 from onnxport.serving.grammar import GrammarError
+from onnxport.serving.structured import repeats
 from onnxport.serving.structured.compiler import compile_grammar
+from onnxport.serving.structured.gbnf import lark_of
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.structured import LIMITS, accepts, compiled, ids_of, tokenizer, vocabulary
 from tests.serving.tokenizers_for_tests import EOS, TOOL
@@ -282,6 +284,20 @@ def test_any_token_and_text() -> None:
     grammar = 'root ::= "a" ("b" | "c" x)* <[10]>\nx ::= (!<[11]> | <[12]> "d")* <[11]> "e"'
     assert takes(grammar, [*text_ids("abbc"), 5, 6, 11, *text_ids("eb"), 10])
     assert not takes(grammar, [*text_ids("abbc"), 5, 6, *text_ids("e")])
+
+
+def test_many_rules_in_each_other_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+
+    def named(node: Any, real: Any = repeats._named) -> list[str]:
+        looked.append(node)
+        found: list[str] = real(node)
+        return found
+
+    monkeypatch.setattr(repeats, "_named", named)
+    rules = "\n".join(f'r{one} ::= r{one + 1} | "{one}"' for one in range(1000))
+    lark_of(f'root ::= "(" root ")" | r0\n{rules}\nr1000 ::= "x"')
+    assert len(looked) < 10_000
 
 
 def test_many_rules_with_any_token() -> None:
