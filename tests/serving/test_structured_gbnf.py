@@ -300,6 +300,11 @@ def test_many_rules_in_each_other_are_looked_at_once(monkeypatch: pytest.MonkeyP
     assert len(looked) < 10_000
 
 
+def test_groups_too_deep() -> None:
+    with pytest.raises(RequestError, match="groups in groups in GBNF, too deep"):
+        compiled(StructuredOutputs(grammar="root ::= " + "(" * 3000 + '"a"' + ")" * 3000))
+
+
 def test_many_rules_with_any_token() -> None:
     rules = "\n".join(f"r{one} ::= r{one + 1} | (((r{one + 1})))" for one in reversed(range(1500)))
     with pytest.raises(RequestError, match="too large for a token with !"):
