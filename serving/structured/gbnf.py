@@ -24,6 +24,7 @@ from llguidance.gbnf_to_lark import (
     SequenceNode,
 )
 
+from onnxport.serving.structured.either import TooManyLooksError, may_be_either
 from onnxport.serving.structured.names import NO_NAMES, TokenNames
 from onnxport.serving.structured.recursion import without_tail_recursion
 from onnxport.serving.structured.repeats import Rules, expanded, own_depth, without_nested
@@ -64,6 +65,7 @@ class TokenNode(ASTNode):
     """A token, or any but one; `told` is how Lark's syntax has it."""
 
     told: str
+    is_any: bool
 
     def __str__(self) -> str:
         return self.told
@@ -85,9 +87,10 @@ def lark_of(text: str, names: TokenNames = NO_NAMES, *, is_whole: bool = False) 
     if "root" not in parsed:
         raise ValueError("it has no rule named root")
     known: dict[str, ASTNode | None] = {**dict.fromkeys(parsed), **tokens}
-    rules = without_tail_recursion(
-        {name: _tidied(rule.alternatives, known) for name, rule in parsed.items()}
-    )
+    rules: Rules = {name: _tidied(rule.alternatives, known) for name, rule in parsed.items()}
+    if any(one.is_any for one in tokens.values()):
+        _refuse_either(rules, is_whole=is_whole)
+    rules = without_tail_recursion(rules)
     if (
         is_whole
         and not tokens
@@ -118,10 +121,27 @@ def _with_named_tokens(text: str, names: TokenNames) -> tuple[str, Mapping[str, 
             return found[0]
         told = names.excluding if found["not"] else names.only
         name = f"{prefix}{len(tokens)}"
-        tokens[name] = TokenNode(told(found["token"], found["id"]))
+        tokens[name] = TokenNode(told(found["token"], found["id"]), bool(found["not"]))
         return f" {name} "
 
     return _ATOM.sub(named, text), tokens
+
+
+def _refuse_either(rules: Rules, *, is_whole: bool) -> None:
+    """Raise ValueError if any token but one may come where text may come, too."""
+    try:
+        found = may_be_either(rules, "root", _is_any, is_whole=is_whole)
+    except TooManyLooksError:
+        raise TooLargeError("is too large for a token with !; make it smaller") from None
+    if found is not None:
+        raise ValueError(
+            f"in the rule {found} a token with ! may come where text may come, too; end its "
+            "repetition, or begin the other way, with a token such as <[10]>, or write it as text"
+        )
+
+
+def _is_any(node: ASTNode) -> bool:
+    return isinstance(node, TokenNode) and node.is_any
 
 
 def _tidied(node: ASTNode, names: Mapping[str, ASTNode | None]) -> ASTNode:

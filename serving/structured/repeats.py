@@ -33,38 +33,44 @@ def expanded(rules: Rules, root: str, most: int) -> list[str] | None:
         root: the one.
         most: characters that it may have, each rule as often as it stands in others, with counts.
     """
+    found = _plain(rules, [root], most)
+    return found if root in found else None
+
+
+def _plain(rules: Rules, roots: Iterable[str], most: int) -> list[str]:
+    """Return those of some rules, and of what they need, that have no recursion and not too much.
+
+    Args:
+        rules: all of them.
+        roots: some.
+        most: see `expanded`.
+    """
     sizes: dict[str, int] = {}
     depths: dict[str, int] = {}
-    for name in _inner_first(rules, root):
-        if name is None:
-            return None
-        sizes[name] = _size(rules[name], sizes)
-        depths[name] = _depth(rules[name], depths)
-        if sizes[name] > most or depths[name] > MOST_NESTED:
-            return None
+    for name in _inner_first(rules, roots):
+        if all(one in sizes for one in _named(rules[name])):
+            size, depth = _size(rules[name], sizes), _depth(rules[name], depths)
+            if size <= most and depth <= MOST_NESTED:
+                sizes[name], depths[name] = size, depth
     return list(sizes)
 
 
-def _inner_first(rules: Rules, root: str) -> Iterator[str | None]:
-    """Yield the rules that one needs, those within others first; None: there is recursion."""
-    done: set[str] = set()
-    open_ = {root}
-    stack = [(root, iter(_named(rules[root])))]
-    while stack:
-        name, inner = stack[-1]
-        for one in inner:
-            if one in open_:
-                yield None
-                return
-            if one not in done:
-                open_.add(one)
+def _inner_first(rules: Rules, roots: Iterable[str]) -> Iterator[str]:
+    """Yield rules and those that they need, each behind those within it, but where they recur."""
+    seen: set[str] = set()
+    for root in roots:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(_named(rules[root])))]
+        while stack:
+            inner = stack[-1][1]
+            one = next((one for one in inner if one not in seen), None)
+            if one is None:
+                yield stack.pop()[0]
+            else:
+                seen.add(one)
                 stack.append((one, iter(_named(rules[one]))))
-                break
-        else:
-            stack.pop()
-            open_.discard(name)
-            done.add(name)
-            yield name
 
 
 def _named(node: ASTNode) -> list[str]:
@@ -121,7 +127,7 @@ class _Repeats:
         self.rules = dict(rules)
         self._left = MOST_LOOKS
         # A rule is not written into itself.
-        self._plain = {name for name in rules if expanded(rules, name, MOST_LOOKS) is not None}
+        self._plain = set(_plain(rules, rules, MOST_LOOKS))
         self._empty: set[str] = set()  # rules that may be empty, as far as that is known
         for number in range(MOST_PASSES):
             names = list(rules) if number % 2 else list(reversed(rules))

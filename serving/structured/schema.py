@@ -114,7 +114,7 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_constant, value))
     if isinstance(value, str):
-        return all(char >= " " or char in "\b\f\n\r\t" for char in value)
+        return "\x7f" not in value and all(char >= " " or char in "\b\f\n\r\t" for char in value)
     return isinstance(value, bool | None) or _is_number(value)
 
 

@@ -285,6 +285,9 @@ def _lark(text: str, param: str, names: TokenNames, *, is_whole: bool = False) -
             text = lark_of(text, names, is_whole=is_whole)
         except TooLargeError as error:
             raise RequestError(f"the grammar {error}", param) from error
+        except RecursionError:
+            told = "has groups in groups in GBNF, too deep to be read; make rules of some of them"
+            raise RequestError(f"the grammar {told}", param) from None
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
     plain = _ATOM.sub('""', text)  # texts may speak of anything, as descriptions do

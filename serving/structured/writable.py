@@ -13,11 +13,12 @@ ECMA-262 about `.` and white space, a text that fits here fits in all three.
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Mapping
 
-UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f"
+UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f\x7f"
 _OF_SETS = ("&&", "--", "~~")  # what is in both classes, in the first alone, in one of the two
 _BEGUN = re.compile(r"[^-\\][^\[\]^\\-]-")  # a range, behind no other one
 # Each as it stands outside of negated classes, and within these. To ECMA-262 U+FEFF is white space,
@@ -29,7 +30,18 @@ _SPACES: Mapping[str, tuple[str, str]] = {
 _DOT = rf"[^\n\r\u{{2028}}\u{{2029}}{UNWRITABLE}]"  # to others \n alone ends a line
 _DOT_ALL = re.compile(r"\(\?[a-zA-Z]*s")  # a flag of others than ECMA-262 that says what . is
 _CONTROLS = [chr(code) for code in (*range(8), *range(0x0E, 0x1C))]  # none is white space
-_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
+_CONTROL = re.compile(  # itself, or an escape of it
+    rf"""\\?[{UNWRITABLE}]
+    |\\[av]|\\0(?![0-9])
+    |\\[xuU]\{{0*(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])\}}
+    |\\(?:x|u00|U000000)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])""",
+    re.VERBOSE,
+)
+_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_BEGUN_WITH_END = re.compile(r"\[\^?\](?P<more>(?:\\.|[^\]\\])*\])?", re.DOTALL)
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_UNWRITTEN = [char for char in map(chr, range(0x80)) if re.match(f"[{UNWRITABLE}]", char)]
+_WRITTEN = [char for char in map(chr, range(0x80)) if char not in _UNWRITTEN]
 _NEGATED_PROPERTY = re.compile(r"\\P(\{[^{}]*\}|[A-Za-z])")
 _CLASS = re.compile(r"\\p(?:C|\{(?P<name>[^{}]*)\})|\[:cntrl:\]", re.IGNORECASE)
 _CATEGORY = ("gc", "general_category", "generalcategory")
@@ -68,6 +80,10 @@ class _Rewriter:
             self._refuse(char, pair, in_class=in_class)
             if negated := _NEGATED_PROPERTY.match(self._pattern, self._at):
                 self._copy(negated.end(), rf"[^\p{negated[1]}{UNWRITABLE}]")
+            elif both := _PAIR.match(self._pattern, self._at):
+                self._copy(both.end(), json.loads(f'"{both[0]}"'))
+            elif in_class and pair == r"\b":  # a backspace there
+                self._copy(self._at + 2, r"\x08")
             elif pair in _SPACES:
                 self._copy(self._at + 2, _SPACES[pair][self._is_negated])
             elif char == "\\":
@@ -98,8 +114,10 @@ class _Rewriter:
             )
         if in_class and pair in _OF_SETS and not self._ends_range(pair):
             raise ValueError(f"it has {pair} in a class, which has two meanings; escape both")
-        if not in_class and _CONTROL.match(char):
-            raise ValueError(f"it has the control character {char!r}, which cannot be written")
+        if not in_class and (control := _CONTROL.match(self._pattern, self._at)):
+            raise ValueError(
+                f"it has the control character {control[0]!r}, which cannot be written"
+            )
 
     def _ends_range(self, pair: str) -> bool:
         """Whether a range such as `!-~` ends with the first of two characters."""
@@ -110,6 +128,9 @@ class _Rewriter:
         self._at = end
 
     def _open(self) -> None:
+        if self._is_empty():
+            self._copy(self._at + 3, f"[^{UNWRITABLE}]")
+            return
         self._begin = self._at
         self._is_negated = self._pattern.startswith("[^", self._at)
         if self._is_negated:
@@ -119,6 +140,27 @@ class _Rewriter:
         after = self._pattern[self._at : self._at + 1]
         if after in ("]", "-"):  # itself, at the beginning of a class
             self._copy(self._at + 1, f"\\{after}")
+
+    def _is_empty(self) -> bool:
+        """Whether `[^]` stands at this place, and is a class as ECMA-262 has it.
+
+        Others have `]` for one of its characters, which it is where a class ends further on: only
+        they know a `]` that ends nothing.
+
+        Raises:
+            ValueError: it may be either; or nothing fits it.
+        """
+        found = _BEGUN_WITH_END.match(self._pattern, self._at)
+        if found is None or (found["more"] and "[" not in _ESCAPED.sub("", found["more"])):
+            return False
+        if found["more"]:
+            raise ValueError(
+                f"it has {found[0][:80]}, which has two meanings; write [\\s\\S] for any "
+                "character, or escape each bracket within a class"
+            )
+        if found[0] == "[]":
+            raise ValueError("it has [], which nothing fits; escape both, or write what fits")
+        return True
 
     def _close(self) -> None:
         self._copy(self._at + 1)
@@ -145,12 +187,13 @@ def _control_class(pattern: str, at: int) -> str | None:
 
 
 def _check_class(text: str) -> None:
-    """Refuse a class with control characters, spelled out, that has not both `"` and a backslash.
+    """Refuse a class that the compiler would take for another one, as far as is known here.
 
-    What holds none of these characters is left out.
+    One with control characters, spelled out, that has not both `"` and a backslash allows escapes;
+    one of nothing else is left out. What holds none of these characters is not looked at.
     """
-    plain = _CODE.sub(lambda code: rf"\U{int(code[1], 16):08x}", text)
-    plain = _POSIX.sub("", _PROPERTY.sub("", plain))
+    coded = _CODE.sub(lambda code: rf"\U{int(code[1], 16):08x}", text)
+    plain = _POSIX.sub("", _PROPERTY.sub("", coded))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of sets in sets
@@ -161,4 +204,8 @@ def _check_class(text: str) -> None:
         raise ValueError(
             f"it has the class {text[:80]!r} with control characters, which cannot be written; "
             "begin it with a space"
+        )
+    if plain == coded and any(map(fits, _UNWRITTEN)) and not any(map(fits, _WRITTEN)):
+        raise ValueError(
+            f"it has the class {text[:80]!r} of control characters, which cannot be written"
         )

@@ -177,7 +177,7 @@ def test_values_that_meet_one_after_the_other() -> None:
     [
         r"[\x01[b](?:(?:(?:(?:(?:x?){99}){99}){99}){99}){99}|y]",
         r"[\x01[b]x{99999999999}]",
-        r"[]\x01[^]b]]",
+        r"[\]\x01[^b]]",
     ],
 )
 def test_classes_in_classes(pattern: str) -> None:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from onnxport.errors import RequestError
 from onnxport.serving.grammar import GrammarError
+from onnxport.serving.structured import repeats
 from onnxport.serving.structured.compiler import compile_grammar
+from onnxport.serving.structured.gbnf import lark_of
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.structured import LIMITS, accepts, compiled, ids_of, tokenizer, vocabulary
 from tests.serving.tokenizers_for_tests import EOS, TOOL
@@ -125,7 +127,7 @@ def test_grammars_in_all_of_their_syntax(grammar: str, right: list[str], wrong: 
         ("root ::= <[340]>", "or one without a text"),
         ("root ::= !", "Expected"),
         ("root ::= <a", "Expected"),
-        ("root ::= " + "(" * 5000, "recursion"),
+        ("root ::= " + "(" * 5000, "groups in groups in GBNF, too deep"),
     ],
 )
 def test_what_is_no_grammar_is_refused(grammar: str, told: str) -> None:
@@ -251,14 +253,57 @@ def test_tokens() -> None:
 
 def test_tokens_by_their_names() -> None:
     """Others that spell the same are no such token; of an end there is none either way."""
-    grammar = f'root ::= "a"{TOOL}!{TOOL}{{2}} ("<no>" # <no token>\n)? [<no>]? !{EOS}*'
+    grammar = f'root ::= "a"{TOOL}!{TOOL}{{2}} !{EOS} ("<no>" # <no token>\n)? [<no>]?'
     [tool] = text_ids(TOOL)
     begin = text_ids("a")
-    assert takes(grammar, [*begin, tool, 5, 6])
-    assert takes(grammar, [*begin, tool, 5, 6, *text_ids("<no>n"), tool])
-    assert not takes(grammar, [*begin, tool, 5, tool])
-    assert not takes(grammar, [*begin, *text_ids("<tool"), *text_ids(" call>"), 5, 6])
+    assert takes(grammar, [*begin, tool, 5, 6, tool])
+    assert takes(grammar, [*begin, tool, 5, 6, tool, *text_ids("<no>n")])
+    assert not takes(grammar, [*begin, tool, 5, tool, 6])
+    assert not takes(grammar, [*begin, *text_ids("<tool"), *text_ids(" call>"), 5, 6, 7])
     assert not takes(grammar, [*begin, tool, 5, 6, 340])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= !<[5]>* "a"',
+        'root ::= "a" !<[5]>+ "b"',
+        'root ::= !<[5]> | "ab"',
+        'root ::= x y\nx ::= "a" | !<[5]> x\ny ::= "b"',
+        "root ::= (x [a-z])+\nx ::= (!<[5]>)?",
+        "root ::= x <[5]>\nx ::= [a-z]* !<[6]> x | <[6]>",
+    ],
+)
+def test_any_token_or_text(grammar: str) -> None:
+    """The library would never take a token for the text."""
+    with pytest.raises(RequestError, match=r"a token with ! may come where text may come"):
+        compiled(StructuredOutputs(grammar=grammar))
+
+
+def test_any_token_and_text() -> None:
+    grammar = 'root ::= "a" ("b" | "c" x)* <[10]>\nx ::= (!<[11]> | <[12]> "d")* <[11]> "e"'
+    assert takes(grammar, [*text_ids("abbc"), 5, 6, 11, *text_ids("eb"), 10])
+    assert not takes(grammar, [*text_ids("abbc"), 5, 6, *text_ids("e")])
+
+
+def test_many_rules_in_each_other_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+
+    def named(node: Any, real: Any = repeats._named) -> list[str]:
+        looked.append(node)
+        found: list[str] = real(node)
+        return found
+
+    monkeypatch.setattr(repeats, "_named", named)
+    rules = "\n".join(f'r{one} ::= r{one + 1} | "{one}"' for one in range(1000))
+    lark_of(f'root ::= "(" root ")" | r0\n{rules}\nr1000 ::= "x"')
+    assert len(looked) < 10_000
+
+
+def test_many_rules_with_any_token() -> None:
+    rules = "\n".join(f"r{one} ::= r{one + 1} | (((r{one + 1})))" for one in reversed(range(1500)))
+    with pytest.raises(RequestError, match="too large for a token with !"):
+        compiled(StructuredOutputs(grammar=f"root ::= r0\nr1500 ::= !<[5]>\n{rules}"))
 
 
 def text_ids(text: str) -> list[int]:
