@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import sys
 import tempfile
@@ -47,8 +48,24 @@ def convert(checkpoint: Path, to: Path, converter: Path) -> None:
     except NotImplementedError:
         raise SystemExit(f"llama.cpp's converter does not know {architecture}") from None
     tokenless = type(known.__name__, (known,), {"model_arch": known.model_arch, **_TOKENLESS})
-    with importlib.import_module("torch").inference_mode():
-        tokenless(checkpoint, gguf.LlamaFileType.MOSTLY_F16, to).write()
+    with tempfile.TemporaryDirectory(dir=to.parent) as temporary:
+        link(checkpoint, Path(temporary))
+        with importlib.import_module("torch").inference_mode():
+            tokenless(Path(temporary), gguf.LlamaFileType.MOSTLY_F16, to).write()
+
+
+def link(checkpoint: Path, folder: Path) -> None:
+    """Let a folder be a checkpoint, with a tokenizer that has a name for each token.
+
+    Converters of some families leave out rows of the embedding that a tokenizer has no names for.
+    """
+    for one in checkpoint.iterdir():
+        if not one.name.startswith("tokenizer"):
+            (folder / one.name).symlink_to(one.resolve())
+    count = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    names = {f"{number}": number for number in range(count)}
+    tokenizer = {"model": {"vocab": names, "merges": []}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def _no_vocabulary(model: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -46,6 +47,20 @@ def test_answers_as_its_checkpoint(tmp_path: Path, name: str) -> None:
             logits.append(golden["logits"])
     # Numbers of bfloat16 below float16's range have fewer digits there.
     np.testing.assert_allclose(*logits, atol=1e-4)
+
+
+def test_rows_that_no_token_of_the_tokenizer_has_are_kept(tmp_path: Path) -> None:
+    case = CASES["gemma3"]
+    model = checkpoints.make(replace(case, dtype=torch.bfloat16), tmp_path / "checkpoint")
+    tokenizer = {"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": []}
+    (tmp_path / "checkpoint" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert not run(tmp_path)
+    [embedding] = (
+        one
+        for one in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+        if one.name == "token_embd.weight"
+    )
+    assert embedding.shape[1] == model.config.vocab_size
 
 
 def test_checkpoints_that_it_cannot_turn(tmp_path: Path) -> None:
