@@ -78,9 +78,9 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
         AdapterError: the file is missing or malformed, is no LoRA adapter, asks for what cannot be
             served, or does not fit the model; says what was found and what fits.
     """
-    if not path.is_file():
-        raise AdapterError(f"{path} is not there, or is not a file")
     try:
+        if not path.is_file():
+            raise AdapterError(f"{path} is not there, or is not a file")
         shard = GgufShard(path)
     except (CheckpointError, OSError) as error:
         raise AdapterError(f"the adapter cannot be read: {error}") from error
@@ -98,7 +98,7 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
         if (order := tiled.get(name)) is not None:
             a, b = _ordered(order, a, b)
         scaling = alpha / len(a) if alpha else 1.0
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # seen below
             scaled = b * np.float32(scaling)
         if not np.isfinite(scaled).all() or not np.isfinite(a).all():
             raise AdapterError(
@@ -162,7 +162,7 @@ def _read_pairs(
     unknown = []
     for name, tensor in sorted(shard.tensors.items()):
         match = _NAME.fullmatch(name)
-        if match is None or len(tensor.shape) != 2:
+        if match is None or len(_matrix(tensor.shape)) != 2:
             unknown.append(f"{name} {list(tensor.shape)}")
         else:
             found.setdefault(match["tensor"], {})[match["part"]] = name
@@ -209,7 +209,7 @@ def _check_shapes(
     """Refuse matrices that do not fit the model, or each other."""
     wrong = []
     for name, parts in found.items():
-        a, b = shard.tensors[parts["a"]].shape, shard.tensors[parts["b"]].shape
+        a, b = (_matrix(shard.tensors[parts[part]].shape) for part in "ab")
         rows, columns = modules[name].out_features, modules[name].in_features
         if (b[0], a[1]) != (rows, columns) or a[0] != b[1]:
             wrong.append(
@@ -224,8 +224,16 @@ def _read(shard: GgufShard, name: str) -> Array:
     """A matrix as it is stored, [rows, columns]."""
     tensor = shard.tensors[name]
     blocks.check_decodable(tensor.dtype, name)
-    data = shard.read(tensor, 0, tensor.size_bytes).reshape(tensor.shape[0], -1)
-    return to_float32(blocks.decode(tensor.dtype, name, data)).reshape(tensor.shape)
+    shape = _matrix(tensor.shape)
+    data = shard.read(tensor, 0, tensor.size_bytes).reshape(shape[0], -1)
+    return to_float32(blocks.decode(tensor.dtype, name, data)).reshape(shape)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's shape as ggml has it, which writes no rows where there is one, or further ones."""
+    while len(shape) > 2 and shape[0] == 1:
+        shape = shape[1:]
+    return shape if len(shape) > 1 else (1, *shape)
 
 
 def _orders(architecture: str, base: ArchSpec) -> tuple[dict[str, int], Mapping[str, Order]]:

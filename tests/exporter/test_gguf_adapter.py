@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from onnxport.cli.adapter_files import read_adapter as read_any
 from onnxport.errors import AdapterError
 from onnxport.exporter.families import FAMILIES as ALL_FAMILIES
 from onnxport.exporter.gguf.adapter import read_adapter
@@ -114,6 +115,20 @@ def test_each_tensor_has_its_own_rank(tmp_path: Path) -> None:
     np.testing.assert_array_equal(deltas[1, "down_proj"].b, tensors[f"{DOWN}.lora_b"] * 4)
 
 
+def test_a_single_row_may_be_without_its_dimension(tmp_path: Path) -> None:
+    """As ggml writes it, to which missing dimensions are of one."""
+    tensors = tensors_of(LLAMA, 1)
+    expected = read_adapter(write(tmp_path / "a.gguf", tensors), LLAMA).adapter.deltas
+    for name in (f"{Q}.lora_a", f"{DOWN}.lora_a"):
+        tensors[name] = tensors[name][0]
+    tensors[f"{Q}.lora_b"] = tensors[f"{Q}.lora_b"][None]
+    found = read_adapter(write(tmp_path / "b.gguf", tensors), LLAMA).adapter.deltas
+    assert found.keys() == expected.keys()
+    for key, delta in found.items():
+        np.testing.assert_array_equal(delta.a, expected[key].a)
+        np.testing.assert_array_equal(delta.b, expected[key].b)
+
+
 def test_what_a_models_weights_are_multiplied_with(tmp_path: Path) -> None:
     """Granite's: what adapters add to those weights is, too."""
     base = replace(SPEC, family="granite")
@@ -190,6 +205,7 @@ def _renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
         (lambda some: {**some, f"{Q}.lora_a": some[f"{Q}.lora_a"][:, 1:]}, "another model: .*_q"),
         (lambda some: {**some, f"{Q}.lora_b": some[f"{Q}.lora_b"] * np.nan}, "not finite"),
         (lambda some: {**some, f"{Q}.lora_b": some[f"{Q}.lora_b"] * 0 + 3e38}, "scaled by 2"),
+        (lambda some: {**some, f"{Q}.lora_b": some[f"{Q}.lora_b"][:, 0]}, "another model: .*_q"),
     ],
 )  # fmt: skip
 def test_other_tensors_are_refused(
@@ -217,6 +233,9 @@ def test_families_that_are_not_in_gguf_files(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
+    for read in (read_adapter, read_any):  # what the system says
+        with pytest.raises(AdapterError, match=r"cannot be read: .*too long"):
+            read(tmp_path / f"{'a' * 300}.gguf", LLAMA)
     with pytest.raises(AdapterError, match="is not there, or is not a file"):
         read_adapter(tmp_path / "none.gguf", LLAMA)
     whole = write(tmp_path / "a.gguf", tensors_of(LLAMA)).read_bytes()

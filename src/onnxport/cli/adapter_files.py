@@ -20,11 +20,14 @@ def read_adapter(path: Path, base: ArchSpec) -> AdapterContent:
     Raises:
         AdapterError: it cannot be read, asks for what cannot be served, or does not fit the model.
     """
+    from onnxport.errors import AdapterError
     from onnxport.serving.adapters import peft
 
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
-        return read_gguf(path, base)
-    return peft.read_adapter(path, base)
+    try:
+        is_gguf = path.suffix.lower() == ".gguf" and not path.is_dir()
+    except OSError as error:  # of a path that cannot be looked at
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+    return read_gguf(path, base) if is_gguf else peft.read_adapter(path, base)
 
 
 def read_gguf(path: Path, base: ArchSpec) -> AdapterContent:
