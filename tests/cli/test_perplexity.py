@@ -9,8 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from onnxport import LLM, SamplingParams
+from onnxport.cli.perplexity import _tokens
 from onnxport.serving.tokenizer import Tokenizer
 
 from .conftest import onnxport, write_checkpoint
@@ -49,6 +54,30 @@ def test_it_is_what_an_engine_says_of_prompts(artifact: Path, text: Path) -> Non
     assert (found["windows"], found["num_tokens"]) == (3, len(told))
     assert found["mean_logprob"] == pytest.approx(np.mean(told), abs=1e-4)
     assert found["perplexity"]["mean"] == pytest.approx(math.exp(-np.mean(told)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("around", "text", "expected"),
+    [
+        ("$A", "a b", ([3, 4], None)),
+        ("<s> $A", "a b", ([1, 3, 4], 1)),
+        ("<s> $A </s>", "a b", ([1, 3, 4], 1)),
+        ("$A </s>", "a a", ([3, 3], None)),
+        ("<s> $A", "<s> a b", ([1, 1, 3, 4], 1)),  # the text says it once more
+    ],
+)
+def test_what_stands_ahead_of_texts(
+    tmp_path: Path, around: str, text: str, expected: tuple[list[int], int | None]
+) -> None:
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
+    tokenizer = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = TemplateProcessing(
+        single=around, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert _tokens(tmp_path, text) == expected
 
 
 def test_what_quantizing_costs(checkpoint: Path, artifact: Path, text: Path) -> None:
