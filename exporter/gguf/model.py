@@ -29,6 +29,7 @@ from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.gguf.tokenizer import write_files
 from onnxport.exporter.gguf.vocabulary import check_count, read_ends
 from onnxport.graphs.embedding_spec import EmbeddingSpec
+from onnxport.graphs.lora_module import block_of
 from onnxport.graphs.spec import ArchSpec
 
 _COUNT: Final = "split.count"
@@ -112,7 +113,8 @@ class GgufModel:
         counts = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
         counts[QKV] = spec.num_heads + spec.num_kv_heads
         for layer in range(spec.num_layers if self._architecture.neighbours else 0):
-            prefix = self.names.layer.format(layer)
+            block = block_of(spec, layer, "q_proj") if self.names.blocks else layer
+            prefix = self.names.layer.format(block)
             for name, count in counts.items():
                 heads = Heads(count, spec.head_size)
                 turned |= {f"{prefix}{name}.{kind}": heads for kind in ("weight", "bias")}

@@ -144,9 +144,12 @@ def _load(folder: Path, path: Path) -> dict[str, Any]:
     """Return the JSON object of a file."""
     try:
         if not folder.is_dir():
+            hint = "an adapter on the hub has to be downloaded first"
+            if folder.suffix.lower() == ".gguf":
+                hint = "files of llama.cpp are read by onnxport.cli.adapter_files.read_adapter"
             raise AdapterError(
-                f"{folder} is not a folder here; give one that PEFT's save_pretrained wrote (an "
-                "adapter on the hub has to be downloaded first)"
+                f"{folder} is not a folder here; give one that PEFT's save_pretrained wrote "
+                f"({hint})"
             )
         fields = json.loads(read_file(path).decode())
     except FileNotFoundError as error:

@@ -62,6 +62,7 @@ def test_it_is_what_an_engine_says_of_prompts(artifact: Path, text: Path) -> Non
         ("$A", "a b", ([3, 4], None)),
         ("<s> $A", "a b", ([1, 3, 4], 1)),
         ("<s> $A </s>", "a b", ([1, 3, 4], 1)),
+        ("<s> </s> $A", "a b", ([1, 2, 3], 1)),
         ("$A </s>", "a a", ([3, 3], None)),
         ("<s> $A", "<s> a b", ([1, 1, 3, 4], 1)),  # the text says it once more
     ],

@@ -150,7 +150,7 @@ def test_types(tmp_path: Path, kind: Kind) -> None:
 
 
 def test_what_is_for_people_changes_nothing(tmp_path: Path) -> None:
-    more = {
+    more: dict[str, Any] = {
         "adapter__lora__task_name": "sql",
         "adapter__lora__prompt_prefix": "Translate:",
         "general__base_model__0__name": "Tiny",

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from onnxport.cli.adapter_files import read_adapter
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import find_family
+from onnxport.exporter.gguf.model import GgufModel
 from onnxport.graphs.lora import LoraAdapter
 from onnxport.graphs.spec import ArchSpec
 from onnxport.serving.adapters.peft import AdapterContent
 from tests.exporter import checkpoints
 from tests.providers.state_adapters import saved, trained
 from tests.published.converted import ALL, Model, add_further_layer
-from tests.published.converting import convert_adapter
+from tests.published.converting import convert, convert_adapter
 from tests.published.places import needs_llama_cpp
 from tests.published.test_converted_dense import MODELS as DENSE
 from tests.published.test_converted_states import MODELS as STATES
@@ -97,6 +100,28 @@ def test_content(tmp_path: Path, name: str) -> None:
     found = read_adapter(path, spec)
     check_same(found.adapter, expected.adapter)
     assert found.fingerprint == expected.fingerprint
+
+
+def test_weights_lie_as_what_is_added_to_them(tmp_path: Path) -> None:
+    """In blocks whose numbers are larger than those of layers, too."""
+    states = STATES["nemotron-h"]
+    kinds = ["linear_attention", "mlp", "linear_attention", "mlp", "full_attention", "mlp"]
+    model = replace(
+        states,
+        config={**states.config, "layers_block_type": kinds},
+        published={"hybrid_override_pattern": "M-M-*-", "num_hidden_layers": len(kinds)},
+    )
+    spec, _ = written(model, tmp_path)
+    assert spec.num_layers == 3
+    base = tmp_path / "checkpoint"
+    path = convert(base, tmp_path / "model.gguf", hparams=model.published)
+    wanted = load_file(base / "model.safetensors")
+    with closing(GgufModel(path)) as read:
+        weights = read.open(spec)
+        for name in ("q", "k", "v"):
+            (of_layer,) = (one for one in wanted if one.endswith(f".4.mixer.{name}_proj.weight"))
+            found = weights.read(f"blk.4.attn_{name}.weight")
+            np.testing.assert_array_equal(found, wanted[of_layer].float().numpy())
 
 
 @pytest.mark.parametrize(("outtype", "error"), [("f16", 1e-3), ("bf16", 4e-3), ("q8_0", 5e-3)])

@@ -601,6 +601,15 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         read_adapter(tmp_path, SPEC)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("a", "has to be downloaded first"), ("a.gguf", r"adapter_files\.read_")]
+)
+def test_what_is_no_folder(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(AdapterError, match=rf"{name} is not a folder here; .*{words}"):
+        read_adapter(tmp_path / name, SPEC)
+
+
 def test_it_says_what_it_was_trained_on(tmp_path: Path) -> None:
     fields = json.loads((write_adapter(tmp_path) / "adapter_config.json").read_text())
     assert read_adapter(tmp_path, SPEC).base_model == fields["base_model_name_or_path"]

@@ -146,7 +146,7 @@ def _tokens(artifact: Path, text: str) -> tuple[list[int], int | None]:
     )
     if not plain:
         raise RequestError("the text is empty")
-    ahead = whole[1 : len(plain) + 1] == plain  # which may begin with that token, too
+    ahead = whole[: len(plain)] != plain  # a text may begin with such a token itself
     return (whole[: len(plain) + 1], whole[0]) if ahead else (plain, None)
 
 
