@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError, CheckpointError
 from onnxport.exporter.checkpoint import to_float32
 from onnxport.exporter.gguf import blocks
-from onnxport.exporter.gguf.adapter_modules import FAMILIES, modules_of
+from onnxport.exporter.gguf.adapter_modules import FAMILIES, modules_of, num_blocks
 from onnxport.exporter.gguf.architectures import ARCHITECTURES
 from onnxport.exporter.gguf.checkpoint import halves
 from onnxport.exporter.gguf.layouts import layout
@@ -167,7 +167,7 @@ def _read_pairs(
         else:
             found.setdefault(match["tensor"], {})[match["part"]] = name
     if others := [name for name in found if name not in modules]:
-        _refuse(path, others, modules, base)
+        _refuse(shard, others, modules, base)
     if unknown:
         raise AdapterError(
             f"{path} holds tensors that are no matrices of LoRA: {_some(unknown)}; only "
@@ -190,16 +190,17 @@ def _read_pairs(
         raise AdapterError(f"{path} cannot be read: {error}") from error
 
 
-def _refuse(path: Path, names: list[str], modules: Iterable[str], base: ArchSpec) -> None:
+def _refuse(shard: GgufShard, names: list[str], modules: Iterable[str], base: ArchSpec) -> None:
     """Say that the model has no such tensors, or that they are not adapted."""
     hints = dict.fromkeys(
         hint for part, hint in _HINTS.items() if any(part in f".{name}" for name in names)
     )
     adapted = dict.fromkeys(_NUMBER.sub("N", name, count=1) for name in modules)
+    last = num_blocks(shard.metadata[_ARCHITECTURE], base) - 1
     raise AdapterError(
-        f"{path} adds to tensors that the model does not have, or that are not adapted: "
-        f"{_some(names)}; this model is a {base.family} with layers 0 to {base.num_layers - 1}, "
-        f"and adapted are {', '.join(adapted)}{''.join(hints)}"
+        f"{shard.path} adds to tensors that the model does not have, or that are not adapted: "
+        f"{_some(names)}; this model is a {base.family} with blocks 0 to {last}, and adapted "
+        f"are {', '.join(adapted)}{''.join(hints)}"
     )
 
 

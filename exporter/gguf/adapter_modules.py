@@ -77,6 +77,12 @@ def modules_of(architecture: str, base: ArchSpec) -> dict[str, Module]:
     return found
 
 
+def num_blocks(architecture: str, base: ArchSpec) -> int:
+    """How many blocks a file of the model has: its layers, or what these are made of."""
+    parts = sum(map(base.has_mlp, range(base.num_layers)))
+    return base.num_layers + parts * layout(architecture, joins_qkv=False).blocks
+
+
 def _of_layer(base: ArchSpec, layer: int, names: TensorNames) -> Iterator[tuple[str, _Parts, int]]:
     """The tensors of a layer: what they compute, and by how many heads their rows lie."""
     yield from _of_state(base, names) if base.is_linear(layer) else _of_attention(base, names)

@@ -195,7 +195,7 @@ def _renamed(old: str, new: str) -> Callable[[Tensors], Tensors]:
     [
         (_renamed(Q, "token_embd.weight"), "token_embd.weight; .*embeddings or the output"),
         (_renamed(Q, "output.weight"), "output.weight; .*embeddings or the output"),
-        (_renamed("blk.1.", "blk.7."), r"blk.7.*a llama with layers 0 to 1, .*blk.N.attn_q.weight"),
+        (_renamed("blk.1.", "blk.7."), r"blk.7.*a llama with blocks 0 to 1, .*blk.N.attn_q.weight"),
         (_renamed(Q, "blk.0.ffn_up_exps.weight"), "experts cannot be adapted"),
         (_renamed(f"{Q}.lora_a", f"{Q}.lora_c"), r"no matrices of LoRA: .*lora_c \[4, "),
         (lambda some: {**some, "blk.0.attn_norm.weight": some[f"{Q}.lora_a"][0]}, "Norms that"),
@@ -224,6 +224,15 @@ def test_experts_are_not_adapted_but_the_rest_of_their_layers_is(tmp_path: Path)
     assert {name for _, name in deltas} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with pytest.raises(AdapterError, match=r"blk.0.ffn_down.weight, .*adapted are blk.N.attn_"):
         read_adapter(write(tmp_path / "b.gguf", tensors_of(LLAMA)), base)
+
+
+def test_blocks_are_told_that_layers_are_made_of(tmp_path: Path) -> None:
+    mlps = (True, False, True, False)[: BASE.num_layers]
+    base = replace(BASE, family="nemotron_h", ungated=True, hidden_act="relu2", mlp_layers=mlps)
+    tensors = {f"blk.99.attn_q.weight.lora_{part}": np.ones((2, 2), np.float32) for part in "ab"}
+    path = write(tmp_path / "a.gguf", tensors, general__architecture="nemotron_h")
+    with pytest.raises(AdapterError, match=f"blocks 0 to {len(mlps) + sum(mlps) - 1}, "):
+        read_adapter(path, base)
 
 
 def test_families_that_are_not_in_gguf_files(tmp_path: Path) -> None:
