@@ -240,6 +240,22 @@ def test_experts_have_none_and_keep_what_they_are(tmp_path: Path, kind: Kind, bi
     assert not any("experts" in name and "offsets" in name for name in names)
 
 
+@pytest.mark.parametrize("rest", [Kind.Q8_0, Kind.BF16])
+def test_experts_that_stay_in_mxfp4_are_no_int4(tmp_path: Path, rest: Kind) -> None:
+    """As gpt-oss's files are, whose other matrices all become int8."""
+
+    def pick(name: str, _: object) -> Kind:
+        return Kind.MXFP4 if "_exps" in name else rest
+
+    path = made(tmp_path, pick, "qwen3_moe", **EXPERTS)
+    found = {}
+    for kept in ("mxfp4", "same"):
+        options = ExportOptions(expert_precision=kept, threads=2)
+        manifest = Artifact.read(export_model(path, tmp_path / kept, options)).manifest
+        found[kept] = (manifest.precision, manifest.head_precision, manifest.int8_matrices)
+    assert found == {"mxfp4": ("int8", "int8", None), "same": ("int4", "int8", 4)}
+
+
 def test_asymmetric_blocks_are_for_what_is_not_kept(tmp_path: Path) -> None:
     path = made(tmp_path, by_matrix, **WIDE)
     options = ExportOptions(asymmetric=True, threads=2)
