@@ -79,11 +79,12 @@ class Formats:
         return sum(self._wanted_bits(role) == _INT8 for role in self._projections())
 
     def _projections(self) -> list[str]:
-        """The roles of what the precision is that of."""
+        """The roles of what the precision is that of. Experts that are kept have their own."""
+        kept = self._options.keeps_experts
         return [
             role
             for role, plan in self._plan.matrices.items()
-            if not plan.is_exact and not _is_table(role)
+            if not (plan.is_exact or _is_table(role) or (kept and _is_expert(role)))
         ]
 
     def _tensors(self, role: str) -> list[str]:

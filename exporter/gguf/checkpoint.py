@@ -83,11 +83,13 @@ class GgufCheckpoint(Checkpoint):
             if name.endswith(CORRECTION) and tensor.shape[:-1] == (1,):  # as ERNIE has it
                 self._tensors[name] = replace(tensor, shape=tensor.shape[1:])
         with_minima: set[str] = set()
+        cut: set[str] = set()
         for name, tensor in self._tensors.items():
             stored, shape = blocks.BY_NAME[tensor.dtype], tensor.shape
             order = self._orders.get(name)
             if order is not None and order.columns is not None and order.columns % _BLOCK:
-                continue  # whose blocks have columns of several groups
+                cut.add(name)  # its blocks have columns of several groups
+                continue
             if len(shape) > 1 and stored.has_minima:
                 with_minima.add(name)
             if len(shape) > 1 and stored.bits is not None:
@@ -96,7 +98,7 @@ class GgufCheckpoint(Checkpoint):
                 self._packed[name] = PackedMatrix(
                     (rows, columns), stored.bits, groups, name, name, None, None
                 )
-        self._with_minima = frozenset(with_minima)
+        self._with_minima, self._cut = frozenset(with_minima), frozenset(cut)
         self._joined: dict[str, tuple[str, str]] = {}
         for name in tuple(self._tensors):
             if name.endswith(GATE_BIAS):
@@ -141,7 +143,8 @@ class GgufCheckpoint(Checkpoint):
 
     def wanted_bits(self, name: str) -> int | None:
         """See `Checkpoint`."""
-        return blocks.BY_NAME[self._tensors[name].dtype].wanted_bits
+        wanted = blocks.BY_NAME[self._tensors[name].dtype].wanted_bits
+        return 8 if wanted == 4 and name in self._cut else wanted  # which cannot stay
 
     def is_readable(self, name: str) -> bool:
         """See `Checkpoint`; the others were refused."""

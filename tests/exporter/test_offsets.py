@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from onnxport.exporter.offsets import OffsetBlocks, keep_minima, quantize_offset
 from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.quantize import BlockFormat
 from onnxport.graphs.artifact import Artifact
+from tests.exporter import checkpoints, ggufs
 from tests.exporter.run_graphs import check_golden
-from tests.exporter.test_gguf import WIDE, by_matrix, made, meant, stored
+from tests.exporter.test_gguf import WIDE, by_matrix, case, made, meant, stored
 from tests.exporter.test_quantize import weights
 from tests.exporter.test_zero_points import products
 
@@ -238,6 +240,37 @@ def test_experts_have_none_and_keep_what_they_are(tmp_path: Path, kind: Kind, bi
     assert off < 0.008 * np.linalg.norm(expected)
     names = [one.name for one in artifact.load_graph("paged").graph.initializer]
     assert not any("experts" in name and "offsets" in name for name in names)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])
+def test_blocks_that_another_order_cuts_get_eight_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    """Heads of 16 columns take turns there, so no block of 32 stays together."""
+    one = case("qwen3.5")
+    config = {**one.config, "linear_value_head_dim": 16}
+    checkpoints.make(replace(one, config=config), tmp_path / "checkpoint")
+    path = ggufs.write(tmp_path / "checkpoint", tmp_path / "model.gguf", kind)
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", ExportOptions(threads=2)))
+    assert (artifact.manifest.precision, artifact.manifest.int8_matrices) == ("int4", 3)
+    assert "to int4" not in caplog.text
+    check_golden(artifact)
+
+
+@pytest.mark.parametrize("rest", [Kind.Q8_0, Kind.BF16])
+def test_experts_that_stay_in_mxfp4_are_no_int4(tmp_path: Path, rest: Kind) -> None:
+    """As gpt-oss's files are, whose other matrices all become int8."""
+
+    def pick(name: str, _: object) -> Kind:
+        return Kind.MXFP4 if "_exps" in name else rest
+
+    path = made(tmp_path, pick, "qwen3_moe", **EXPERTS)
+    found = {}
+    for kept in ("mxfp4", "same"):
+        options = ExportOptions(expert_precision=kept, threads=2)
+        manifest = Artifact.read(export_model(path, tmp_path / kept, options)).manifest
+        found[kept] = (manifest.precision, manifest.head_precision, manifest.int8_matrices)
+    assert found == {"mxfp4": ("int8", "int8", None), "same": ("int4", "int8", 4)}
 
 
 def test_asymmetric_blocks_are_for_what_is_not_kept(tmp_path: Path) -> None:
