@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,8 +336,13 @@ def test_devices_and_who_takes_over(command: list[str], tmp_path: Path, monkeypa
     from onnxport.serving import loading
 
     calls: list[Any] = []
+
+    def opened(*args: Any, **more: Any) -> Any:
+        calls.append((args, more))
+        return SimpleNamespace(adapters=SimpleNamespace())
+
     monkeypatch.setenv("ONNXPORT_CACHE", str(tmp_path))
-    monkeypatch.setattr(loading, "open_engine", lambda *args, **more: calls.append((args, more)))
+    monkeypatch.setattr(loading, "open_engine", opened)
     given = "--provider openvino --fallback cpu --fallback auto --dtype float32 --no-trial"
     given += " --no-graph-cache"
     on_host = "--allow-on-host Gather --allow-on-host Where"

@@ -82,7 +82,7 @@ class Written:
     optional_marker: str | None = None
     other_calls: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
-    id_pattern: str = "[0-9]{1,4}"
+    id_pattern: str = "[0-9]{1,9}"
 
 
 @dataclass(frozen=True, slots=True)
