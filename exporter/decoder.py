@@ -34,7 +34,15 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, LAYER_INPUTS
+from onnxport.exporter.plan import (
+    EMBEDDING,
+    EMBEDDING_NORM,
+    FEATURES,
+    FINAL_NORM,
+    HEAD,
+    LAYER_INPUTS,
+    STATE_NORM,
+)
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -174,9 +182,14 @@ class _Decoder:
         """What the first layer of a draft head reads, and the stream that it adds to."""
         dtype = activation_dtype(self.weights)
         features = normed_features(self.g, draft, self.weights, dtype, self.spec.rms_norm_eps)
-        given = self.linear(FEATURES, features)
+        given = features if draft.is_mtp else self.linear(FEATURES, features)
         own = ops.cast(self.g, names.DRAFT_HIDDEN_STATES, dtype, "own.cast")
         hidden = self.g.node("Add", [given, own], name="states")
+        if draft.is_mtp:
+            token, _ = self.norm(embedded, "", EMBEDDING_NORM)
+            state, _ = self.norm(hidden, "", STATE_NORM)
+            both = self.g.node("Concat", [token, state], name="token_and_state", axis=-1)
+            return self.read(self.linear(FEATURES, both), "", "layers.0.input_norm")
         token, _ = self.norm(embedded, "", "layers.0.input_norm")
         state, _ = self.norm(hidden, "", "layers.0.hidden_norm")
         read = self.g.node("Concat", [token, state], name="token_and_state", axis=-1)
