@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Mtp:
 
     case: str  # of `checkpoints`: the model
     own: tuple[str, ...] = ()  # what the layer has beside the model's: embedding, head
+    config: Mapping[str, Any] = field(default_factory=dict)  # what differs from the case's
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Made:
 def make(mtp: Mtp, folder: Path, seed: int = 0) -> Made:
     """Write the checkpoint."""
     case = {**CASES, **HYBRID}[mtp.case]
-    config = dict(case.config)
+    config = {**case.config, **mtp.config}
     count = config.get("num_hidden_layers", checkpoints.BASE["num_hidden_layers"])
     config["num_hidden_layers"] = count + 1
     if case in HYBRID.values():
@@ -110,6 +111,39 @@ def make(mtp: Mtp, folder: Path, seed: int = 0) -> Made:
     save_file(moved | added, path)
     _shorten(folder, count)
     return Made(case, deeper, {key: added[names[key]].float() for key in parts}, names)
+
+
+FOLLOWED = 64  # tokens, and channels
+
+
+def make_follower(mtp: Mtp, folder: Path) -> None:
+    """Write a checkpoint whose next token follows from the last one, in a circle of all.
+
+    Tokens are channels. What a layer adds is nothing, and the head moves each channel on to the
+    next token, with seven in ten. So does the layer of multi-token prediction with the state beside
+    the token: it says what follows on what follows on the token before.
+    """
+    sizes = {"vocab_size": FOLLOWED, "hidden_size": FOLLOWED, "tie_word_embeddings": False}
+    made = make(replace(mtp, config={**mtp.config, **sizes}), folder)
+    order = torch.randperm(FOLLOWED, generator=torch.Generator().manual_seed(3))
+    follows = torch.zeros(FOLLOWED, FOLLOWED)
+    follows[order.roll(-1), order] = 1.0
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    epsilon = _text(made.deeper).config.rms_norm_eps
+    normed = (1 / FOLLOWED + epsilon) ** -0.5
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            tensor.zero_()
+        elif "norm" in name and name.endswith(".weight") and tensor.shape == (FOLLOWED,):
+            tensor.fill_(float(made.case.family not in OFFSET_NORMS))
+        elif name.endswith("embed_tokens.weight"):
+            tensor.copy_(torch.eye(FOLLOWED))
+        elif name.endswith("lm_head.weight"):
+            tensor.copy_(follows * 5 / normed)
+        elif name == made.names["product"]:
+            tensor.copy_(torch.cat([torch.zeros_like(follows), follows], 1))
+    save_file(tensors, path)
 
 
 def _parts(hidden: int, case: Case, own: tuple[str, ...]) -> dict[str, torch.Tensor]:
