@@ -26,7 +26,7 @@ from onnxport.exporter.families.eagle3 import is_head
 from onnxport.exporter.formats import Formats
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
-from onnxport.exporter.mtp import check_family, check_options, plan_mtp
+from onnxport.exporter.mtp import check_family, check_generates, check_options, plan_mtp
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.origin import DEFAULT_PRECISION, Origin, open_origin
 from onnxport.exporter.plan import WeightPlan, check_unused, plan_weights, unused_tensors
@@ -238,11 +238,8 @@ def _export(
 def _mtp_head(job: _Job, checkpoint: Checkpoint, options: ExportOptions) -> DraftHead:
     """The model's layer of multi-token prediction, which a model that generates no text has not."""
     judges = job.score is not None and not job.score.generates
-    if judges or (job.embedding is not None and job.embedding.only):
-        raise ExportError(
-            f"--mtp was given, and {job.folder.path} has no head that generates text, so there are "
-            "no tokens to guess. Leave it out."
-        )
+    embeds = job.embedding is not None and job.embedding.only
+    check_generates(generates=not judges and not embeds)
     manifest = _manifest(job.spec, options, job.tokens, job.folder)
     return plan_mtp(job.family, job.names, checkpoint, manifest, job.files)
 

@@ -21,9 +21,19 @@ from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.manifest import Manifest
 from onnxport.graphs.spec import ArchSpec
 
+_ASKED: Final = "the layer of multi-token prediction was asked for (--mtp)"
 _LAYER: Final = re.compile(r"layers\.\d+\.")
 
 logger = logging.getLogger(__name__)
+
+
+def check_generates(*, generates: bool) -> None:
+    """Raise ExportError where the layer is asked for of a model that generates no text."""
+    if not generates:
+        raise ExportError(
+            f"{_ASKED}, and the checkpoint has no head that generates text, so there are no tokens "
+            "to guess. Leave it out."
+        )
 
 
 def check_options(options: ExportOptions, *, is_gguf: bool) -> None:
@@ -32,14 +42,11 @@ def check_options(options: ExportOptions, *, is_gguf: bool) -> None:
         return
     if is_gguf:
         raise ExportError(
-            "--mtp was given, and of a GGUF file layers of multi-token prediction are not read. "
-            "Leave it out, or give the model's original checkpoint."
+            f"{_ASKED}, which is not read of a GGUF file. Leave it out, or give the model's "
+            "original checkpoint."
         )
     if options.keeps_experts:
-        raise ExportError(
-            "--mtp was given, and experts are to stay in MXFP4, which those of layers of "
-            "multi-token prediction cannot. Leave out one of both."
-        )
+        raise ExportError(f"{_ASKED}, whose experts cannot stay in MXFP4. Leave out one of both.")
 
 
 def check_family(family: Family) -> None:
@@ -47,9 +54,8 @@ def check_family(family: Family) -> None:
     if family.mtp is None:
         known = ", ".join(sorted({one.architecture for one in FAMILIES if one.mtp is not None}))
         raise UnsupportedModelError(
-            f"--mtp was given, and layers of multi-token prediction are not read of a "
-            f"{family.architecture}. They are of: {known}. Leave it out; any model can be guessed "
-            "for by other means (docs/speculation.md)."
+            f"{_ASKED}, which is not read of a {family.architecture}. It is of: {known}. Leave it "
+            "out; any model can be guessed for by other means (docs/speculation.md)."
         )
 
 
@@ -78,9 +84,8 @@ def plan_mtp(
     product = f"{own.features}.weight"
     if product not in found:
         raise CheckpointError(
-            f"--mtp was given, and the checkpoint holds no layer of multi-token prediction: it has "
-            f"no {product}. Leave it out, or give the checkpoint that the model's authors "
-            "published, for others often lack the layer."
+            f"{_ASKED}, and the checkpoint holds none: it has no {product}. Leave it out, or give "
+            "the checkpoint that the model's authors published, for others often lack the layer."
         )
     own, tied = _shared(own, names, spec, found)
     head = _spec(spec, tied=tied, has_experts=_has_experts(own, found))

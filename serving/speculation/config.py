@@ -23,8 +23,9 @@ MOST_KEPT, LEAST_KEPT = 1 << 28, 1 << 10
 USUAL_GUESSES = 5  # at once, where the method has no better measure
 SpeculationMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
 # What vLLM calls it where it means the layers of one family.
-_OLDER_NAMES = frozenset(
-    f"{family}_mtp" for family in ("deepseek", "glm4_moe", "glm4_moe_lite", "qwen3_5", "qwen3_next")
+_OLDER_NAMES = (
+    *("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+    *("qwen3_5_mtp", "qwen3_next_mtp"),
 )
 _SUFFIX = (
     "suffix_decoding_max_tree_depth",

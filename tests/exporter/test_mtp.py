@@ -7,12 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from onnxport.errors import CheckpointError, ExportError, UnsupportedModelError
+from onnxport.exporter.draft_head import export_head
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.manifest import DRAFT_TOKENS, MTP_FOLDER
-from tests.exporter.checkpoints import VOCAB
+from tests.exporter.checkpoints import CASES, VOCAB, edit_config
+from tests.exporter.checkpoints import make as make_plain
+from tests.exporter.heads import Head
 from tests.exporter.mtp_layers import Mtp, make
 from tests.exporter.test_draft_head import run
 
@@ -34,7 +40,8 @@ LAYERS: Mapping[str, Mtp] = {
 
 def export(checkpoint: Path, folder: Path, precision: str = "fp32") -> tuple[Artifact, Artifact]:
     """The model's artifact, and the layer's."""
-    options = ExportOptions(precision=precision, group_size=32, mtp=True)
+    quantized = precision in ("int4", "int8")
+    options = ExportOptions(precision=precision, group_size=32 if quantized else None, mtp=True)
     path = export_model(checkpoint, folder, options)
     return Artifact.read(path, verify="sha256"), Artifact.read(path / MTP_FOLDER, verify="sha256")
 
@@ -62,3 +69,110 @@ def test_the_exported_layer_is_the_one_of_pytorch(name: str, tmp_path: Path) -> 
         found, told = run(artifact, ids, given, own, attention=attention)
         np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(told, last, rtol=1e-3, atol=1e-3)
+
+
+def changed(
+    name: str, folder: Path, *, without: str | None = None, added: tuple[str, ...] = ()
+) -> Path:
+    """A checkpoint without a tensor of the layer, or with more."""
+    made = make(LAYERS[name], folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if without is not None:
+        del tensors[made.names[without]]
+    extra = dict.fromkeys(added, torch.ones(2))
+    save_file(tensors | extra, path)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm 4.5"])
+def test_a_checkpoint_without_the_layer_is_refused(name: str, tmp_path: Path) -> None:
+    folder = changed(name, tmp_path / "checkpoint", without="product")
+    with pytest.raises(CheckpointError, match=r"\(--mtp\), and the checkpoint holds none: it has"):
+        export(folder, tmp_path / "artifact")
+    assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.parametrize("part", ["state_norm", "final_norm"])
+def test_a_layer_that_lacks_something_is_refused(part: str, tmp_path: Path) -> None:
+    folder = changed("qwen3.5", tmp_path / "checkpoint", without=part)
+    with pytest.raises(CheckpointError, match=r"norm"):
+        export(folder, tmp_path / "artifact")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("qwen3.5", "mtp.gate.weight"), ("glm 4.5", "model.layers.3.gate.weight")]
+)
+def test_what_the_layer_has_besides_is_refused(name: str, more: str, tmp_path: Path) -> None:
+    folder = changed(name, tmp_path / "checkpoint", added=(more,))
+    with pytest.raises(CheckpointError, match=rf"layer of multi-token prediction .* {more}"):
+        export(folder, tmp_path / "artifact")
+
+
+@pytest.mark.parametrize(
+    ("name", "behind", "config"),
+    [
+        ("qwen3.5", "mtp.layers.1.input_layernorm.weight", {"mtp_num_hidden_layers": 2}),
+        ("glm 4.5", "model.layers.4.eh_proj.weight", {"num_nextn_predict_layers": 2}),
+    ],
+)
+def test_layers_behind_the_first_one_are_told_of(
+    name: str,
+    behind: str,
+    config: Mapping[str, int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = changed(name, tmp_path / "checkpoint", added=(behind,))
+    edit_config(folder, **config)
+    export(folder, tmp_path / "artifact")
+    assert f"1 tensors are left out, such as {behind}, of layers behind the first" in caplog.text
+    assert "what guesses tokens behind the next one" not in caplog.text
+
+
+def test_a_layer_that_is_left_out_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(LAYERS["qwen3.5"], tmp_path / "checkpoint")
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact")
+    assert "what guesses tokens behind the next one; --mtp exports it, too" in caplog.text
+    assert not (path / MTP_FOLDER).exists()
+
+
+def test_models_of_which_it_is_not_read_are_refused(tmp_path: Path) -> None:
+    make_plain(CASES["llama"], tmp_path / "llama")
+    with pytest.raises(UnsupportedModelError, match=r"not read of a LlamaForCausalLM. It is"):
+        export(tmp_path / "llama", tmp_path / "artifact")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ExportError, match=r"not read of a GGUF file.* original checkpoint"):
+        export(tmp_path / "model.gguf", tmp_path / "artifact")
+    options = ExportOptions(mtp=True, expert_precision="mxfp4")
+    with pytest.raises(ExportError, match=r"cannot stay in MXFP4"):
+        export_model(tmp_path / "llama", tmp_path / "artifact", options)
+    head = Head().make(tmp_path / "head")
+    with pytest.raises(ExportError, match=r"leave --mtp out"):
+        export_head(head, tmp_path / "llama", tmp_path / "artifact", ExportOptions(mtp=True))
+
+
+def test_a_model_that_generates_no_text_has_no_tokens_to_guess(tmp_path: Path) -> None:
+    make(LAYERS["glm 4.5, shared"], tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, path)
+    edit_config(tmp_path / "checkpoint", architectures=["Glm4MoeModel"])
+    with pytest.raises(ExportError, match=r"no head that generates text"):
+        export(tmp_path / "checkpoint", tmp_path / "artifact")
+
+
+def test_an_older_artifact_is_replaced_with_its_layer(tmp_path: Path) -> None:
+    make(LAYERS["qwen3.5"], tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "artifact")
+    path = export_model(
+        tmp_path / "checkpoint", tmp_path / "artifact", ExportOptions(overwrite=True)
+    )
+    assert not (path / MTP_FOLDER).exists()
+    options = ExportOptions(overwrite=True, mtp=True)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    assert (path / MTP_FOLDER).is_dir()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["artifact", "checkpoint"]

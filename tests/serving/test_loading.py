@@ -317,6 +317,25 @@ def test_a_draft_head_s_states_are_not_given_up_for_another_artifact(
     assert [asked.hidden_layers for _, asked in loads["asked"]] == [(1,), ()]
 
 
+@pytest.mark.parametrize("pools", [False, True])
+def test_what_the_final_norm_makes_is_needed_by_embeddings_alone(
+    pools: bool, loads: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of multi-token prediction is done without."""
+    first = stored(tmp_path)
+    loads["cpu"] = [ProviderError("tells no states"), NullModel()]
+    monkeypatch.setattr(loading, "read_artifact", lambda path, options: stored(tmp_path))
+    options = LoadOptions(final_states=True)
+    fallback = loading._fallback(first, "cpu", "cpu", options, pools=pools)
+    if pools:
+        with pytest.raises(ProviderError, match="tells no states"):
+            fallback.load()
+    else:
+        fallback.load()
+    asked = [options.final_states for _, options in loads["asked"]]
+    assert asked == ([True] if pools else [True, False])
+
+
 @pytest.mark.parametrize(("name", "words"), [("gpu", "no provider 'gpu'"), ("openvino", "pip")])
 def test_a_fallback_that_could_never_take_over_is_refused_at_once(
     opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
