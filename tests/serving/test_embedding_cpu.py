@@ -26,10 +26,12 @@ from onnxport.serving.params import RequestOptions
 from onnxport.serving.pooling import Embedder
 from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.speculator import Speculator
 from tests.exporter import checkpoints
 from tests.exporter.heads import TARGET, Head
 from tests.exporter.mtp_layers import Mtp, make
 from tests.serving.helpers import tokens
+from tests.serving.speculating import Eager
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 POOLINGS = ("last", "mean")
@@ -176,6 +178,8 @@ def check_guessing(artifact: Path, pooling: str, speculation: SpeculationConfig)
     for guessing in (None, speculation):
         engine = opened(artifact, pooling, speculation=guessing, max_num_batched_tokens=64)
         features = engine.capabilities.features
+        if isinstance(speculator := engine._guessing._guesses, Speculator):
+            speculator.__class__ = Eager
         for number, prompt in enumerate(PROMPTS):
             embed(engine, f"vector-{number}", prompt)
             generate(engine, f"text-{number}", prompt)
