@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from onnxport.graphs.manifest import DRAFT_TOKENS, MTP_FOLDER
 from tests.exporter.checkpoints import CASES, VOCAB, edit_config
 from tests.exporter.checkpoints import make as make_plain
 from tests.exporter.heads import Head
-from tests.exporter.mtp_layers import Mtp, make
+from tests.exporter.mtp_layers import Made, Mtp, make
 from tests.exporter.test_draft_head import run
 
 LAYERS: Mapping[str, Mtp] = {
@@ -71,40 +72,64 @@ def test_the_exported_layer_is_the_one_of_pytorch(name: str, tmp_path: Path) -> 
         np.testing.assert_allclose(told, last, rtol=1e-3, atol=1e-3)
 
 
+Sources = Mapping[str, tuple[Path, Made]]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    """Checkpoints of both ways to name tensors."""
+    folder = tmp_path_factory.mktemp("sources")
+    return {
+        name: (folder / name, make(LAYERS[name], folder / name))
+        for name in ("qwen3.5", "glm 4.5, shared")
+    }
+
+
 def changed(
-    name: str, folder: Path, *, without: str | None = None, added: tuple[str, ...] = ()
+    source: tuple[Path, Made],
+    folder: Path,
+    *,
+    without: str | None = None,
+    added: tuple[str, ...] = (),
 ) -> Path:
-    """A checkpoint without a tensor of the layer, or with more."""
-    made = make(LAYERS[name], folder)
+    """A checkpoint without a tensor, by its name or that of a part, or with more."""
+    shutil.copytree(source[0], folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     if without is not None:
-        del tensors[made.names[without]]
+        del tensors[source[1].names.get(without, without)]
     extra = dict.fromkeys(added, torch.ones(2))
     save_file(tensors | extra, path)
     return folder
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "glm 4.5"])
-def test_a_checkpoint_without_the_layer_is_refused(name: str, tmp_path: Path) -> None:
-    folder = changed(name, tmp_path / "checkpoint", without="product")
+@pytest.mark.parametrize("name", ["qwen3.5", "glm 4.5, shared"])
+def test_a_checkpoint_without_the_layer_is_refused(
+    name: str, sources: Sources, tmp_path: Path
+) -> None:
+    folder = changed(sources[name], tmp_path / "checkpoint", without="product")
     with pytest.raises(CheckpointError, match=r"\(--mtp\), and the checkpoint holds none: it has"):
         export(folder, tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 
 
 @pytest.mark.parametrize("part", ["state_norm", "final_norm"])
-def test_a_layer_that_lacks_something_is_refused(part: str, tmp_path: Path) -> None:
-    folder = changed("qwen3.5", tmp_path / "checkpoint", without=part)
+def test_a_layer_that_lacks_something_is_refused(
+    part: str, sources: Sources, tmp_path: Path
+) -> None:
+    folder = changed(sources["qwen3.5"], tmp_path / "checkpoint", without=part)
     with pytest.raises(CheckpointError, match=r"norm"):
         export(folder, tmp_path / "artifact")
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("qwen3.5", "mtp.gate.weight"), ("glm 4.5", "model.layers.3.gate.weight")]
+    ("name", "more"),
+    [("qwen3.5", "mtp.gate.weight"), ("glm 4.5, shared", "model.layers.3.gate.weight")],
 )
-def test_what_the_layer_has_besides_is_refused(name: str, more: str, tmp_path: Path) -> None:
-    folder = changed(name, tmp_path / "checkpoint", added=(more,))
+def test_what_the_layer_has_besides_is_refused(
+    name: str, more: str, sources: Sources, tmp_path: Path
+) -> None:
+    folder = changed(sources[name], tmp_path / "checkpoint", added=(more,))
     with pytest.raises(CheckpointError, match=rf"layer of multi-token prediction .* {more}"):
         export(folder, tmp_path / "artifact")
 
@@ -113,17 +138,18 @@ def test_what_the_layer_has_besides_is_refused(name: str, more: str, tmp_path: P
     ("name", "behind", "config"),
     [
         ("qwen3.5", "mtp.layers.1.input_layernorm.weight", {"mtp_num_hidden_layers": 2}),
-        ("glm 4.5", "model.layers.4.eh_proj.weight", {"num_nextn_predict_layers": 2}),
+        ("glm 4.5, shared", "model.layers.4.eh_proj.weight", {"num_nextn_predict_layers": 2}),
     ],
 )
 def test_layers_behind_the_first_one_are_told_of(
     name: str,
     behind: str,
     config: Mapping[str, int],
+    sources: Sources,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = changed(name, tmp_path / "checkpoint", added=(behind,))
+    folder = changed(sources[name], tmp_path / "checkpoint", added=(behind,))
     edit_config(folder, **config)
     export(folder, tmp_path / "artifact")
     assert f"1 tensors are left out, such as {behind}, of layers behind the first" in caplog.text
@@ -131,10 +157,9 @@ def test_layers_behind_the_first_one_are_told_of(
 
 
 def test_a_layer_that_is_left_out_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sources: Sources, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make(LAYERS["qwen3.5"], tmp_path / "checkpoint")
-    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact")
+    path = export_model(sources["qwen3.5"][0], tmp_path / "artifact")
     assert "what guesses tokens behind the next one; --mtp exports it, too" in caplog.text
     assert not (path / MTP_FOLDER).exists()
 
@@ -154,25 +179,19 @@ def test_models_of_which_it_is_not_read_are_refused(tmp_path: Path) -> None:
         export_head(head, tmp_path / "llama", tmp_path / "artifact", ExportOptions(mtp=True))
 
 
-def test_a_model_that_generates_no_text_has_no_tokens_to_guess(tmp_path: Path) -> None:
-    make(LAYERS["glm 4.5, shared"], tmp_path / "checkpoint")
-    path = tmp_path / "checkpoint" / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["lm_head.weight"]
-    save_file(tensors, path)
-    edit_config(tmp_path / "checkpoint", architectures=["Glm4MoeModel"])
+def test_a_model_that_generates_no_text_has_no_tokens_to_guess(
+    sources: Sources, tmp_path: Path
+) -> None:
+    source = sources["glm 4.5, shared"]
+    folder = changed(source, tmp_path / "checkpoint", without="lm_head.weight")
+    edit_config(folder, architectures=["Glm4MoeModel"])
     with pytest.raises(ExportError, match=r"no head that generates text"):
-        export(tmp_path / "checkpoint", tmp_path / "artifact")
+        export(folder, tmp_path / "artifact")
 
 
-def test_an_older_artifact_is_replaced_with_its_layer(tmp_path: Path) -> None:
-    make(LAYERS["qwen3.5"], tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "artifact")
-    path = export_model(
-        tmp_path / "checkpoint", tmp_path / "artifact", ExportOptions(overwrite=True)
-    )
-    assert not (path / MTP_FOLDER).exists()
-    options = ExportOptions(overwrite=True, mtp=True)
-    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
-    assert (path / MTP_FOLDER).is_dir()
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["artifact", "checkpoint"]
+def test_an_older_artifact_is_replaced_with_its_layer(sources: Sources, tmp_path: Path) -> None:
+    for mtp in (True, False, True):
+        options = ExportOptions(overwrite=True, mtp=mtp)
+        path = export_model(sources["qwen3.5"][0], tmp_path / "artifact", options)
+        assert (path / MTP_FOLDER).is_dir() == mtp
+        assert [one.name for one in tmp_path.iterdir()] == ["artifact"]
