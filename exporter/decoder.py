@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onnxport.exporter.draft_inputs import declare_states, normed_features
+from onnxport.exporter.draft_inputs import declare_states, normed_features, token_and_state
 from onnxport.exporter.feed_forward import ACTIVATIONS, FeedForward
 from onnxport.exporter.graph_parts import (
     activation_dtype,
@@ -34,15 +34,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import (
-    EMBEDDING,
-    EMBEDDING_NORM,
-    FEATURES,
-    FINAL_NORM,
-    HEAD,
-    LAYER_INPUTS,
-    STATE_NORM,
-)
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, LAYER_INPUTS
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -186,9 +178,7 @@ class _Decoder:
         own = ops.cast(self.g, names.DRAFT_HIDDEN_STATES, dtype, "own.cast")
         hidden = self.g.node("Add", [given, own], name="states")
         if draft.is_mtp:
-            token, _ = self.norm(embedded, "", EMBEDDING_NORM)
-            state, _ = self.norm(hidden, "", STATE_NORM)
-            both = self.g.node("Concat", [token, state], name="token_and_state", axis=-1)
+            both = token_and_state(self.g, self.weights, embedded, hidden, self.spec.rms_norm_eps)
             return self.read(self.linear(FEATURES, both), "", "layers.0.input_norm")
         token, _ = self.norm(embedded, "", "layers.0.input_norm")
         state, _ = self.norm(hidden, "", "layers.0.hidden_norm")

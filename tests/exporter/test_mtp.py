@@ -22,6 +22,8 @@ from tests.exporter.checkpoints import make as make_plain
 from tests.exporter.heads import Head
 from tests.exporter.mtp_layers import Made, Mtp, make
 from tests.exporter.test_draft_head import run
+from tests.exporter.test_fp8 import CASES as CASES_IN_FP8
+from tests.exporter.test_fp8 import quantize
 
 LAYERS: Mapping[str, Mtp] = {
     "qwen3.5": Mtp("qwen3.5"),
@@ -195,3 +197,18 @@ def test_an_older_artifact_is_replaced_with_its_layer(sources: Sources, tmp_path
         path = export_model(sources["qwen3.5"][0], tmp_path / "artifact", options)
         assert (path / MTP_FOLDER).is_dir() == mtp
         assert [one.name for one in tmp_path.iterdir()] == ["artifact"]
+
+
+def test_a_layer_in_fp8_is_read_as_the_model_is(tmp_path: Path) -> None:
+    """As DeepSeek publishes it: the product of both is in FP8, too."""
+    make(LAYERS["deepseek v3"], tmp_path / "checkpoint")
+    scaling, config = CASES_IN_FP8["blocks"]
+    stored, meant = quantize(tmp_path / "checkpoint", scaling, None)
+    assert stored["model.layers.3.eh_proj.weight"].dtype == torch.float8_e4m3fn
+    found = []
+    for tensors, told in ((stored, config), (meant, None)):
+        save_file(tensors, tmp_path / "checkpoint" / "model.safetensors")
+        edit_config(tmp_path / "checkpoint", quantization_config=told)
+        _, layer = export(tmp_path / "checkpoint", tmp_path / f"artifact-{len(found)}")
+        found.append(np.load(layer.path / "golden.npz")["logits"])
+    np.testing.assert_array_equal(*found)
