@@ -32,10 +32,11 @@ from pathlib import Path
 from statistics import median
 
 from onnxport import LLM, SamplingParams
+from onnxport.graphs.manifest import MTP_FOLDER
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.request import Request
-from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.config import SpeculationConfig, SpeculationMethod
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.forced import ForcedDrafter
 from onnxport.serving.speculation.suffix import SuffixDrafter
@@ -105,7 +106,7 @@ class Case:
     """What is measured."""
 
     name: str
-    method: str  # ngram, suffix, draft_model, eagle3
+    method: SpeculationMethod
     rows: int
 
     @property
@@ -230,15 +231,15 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
     """Run a case with and without speculation, in turns."""
     if case.method in ("ngram", "suffix"):
         config = SpeculationConfig(
-            "ngram" if case.method == "ngram" else "suffix",
+            case.method,
             options.num_speculative_tokens,
             disable_by_batch_size=options.most_rows,
         )
     else:
         config = SpeculationConfig(
-            "eagle3" if case.method == "eagle3" else "draft_model",
+            case.method,
             options.num_speculative_tokens,
-            model=options.head if case.method == "eagle3" else options.draft,
+            model={"eagle3": options.head, "draft_model": options.draft}.get(case.method),
             provider=options.draft_provider,
             threads=options.draft_threads,
             kv_cache_tokens=16_384,
@@ -297,9 +298,10 @@ def compare(case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace) 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Return what to measure."""
-    methods = ["ngram", "suffix"]
+    methods: list[SpeculationMethod] = ["ngram", "suffix"]
     methods += ["draft_model"] if options.draft else []
     methods += ["eagle3"] if options.head else []
+    methods += ["mtp"] if (options.artifact / MTP_FOLDER).is_dir() else []
     for rows in options.rows:
         for method in methods:
             yield Case("text", method, rows)
@@ -307,7 +309,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             if options.accepted is not None and method not in ("ngram", "suffix"):
                 yield Case("told", method, rows)
         yield Case("repeat", "suffix", rows)
-        for method in ("ngram", "suffix"):
+        for method in methods[:2]:
             yield Case("repetition", method, rows)
             yield Case("random", method, rows)
 

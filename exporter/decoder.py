@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onnxport.exporter.draft_inputs import declare_states, normed_features
+from onnxport.exporter.draft_inputs import declare_states, normed_features, token_and_state
 from onnxport.exporter.feed_forward import ACTIVATIONS, FeedForward
 from onnxport.exporter.graph_parts import (
     activation_dtype,
@@ -174,9 +174,12 @@ class _Decoder:
         """What the first layer of a draft head reads, and the stream that it adds to."""
         dtype = activation_dtype(self.weights)
         features = normed_features(self.g, draft, self.weights, dtype, self.spec.rms_norm_eps)
-        given = self.linear(FEATURES, features)
+        given = features if draft.is_mtp else self.linear(FEATURES, features)
         own = ops.cast(self.g, names.DRAFT_HIDDEN_STATES, dtype, "own.cast")
         hidden = self.g.node("Add", [given, own], name="states")
+        if draft.is_mtp:
+            both = token_and_state(self.g, self.weights, embedded, hidden, self.spec.rms_norm_eps)
+            return self.read(self.linear(FEATURES, both), "", "layers.0.input_norm")
         token, _ = self.norm(embedded, "", "layers.0.input_norm")
         state, _ = self.norm(hidden, "", "layers.0.hidden_norm")
         read = self.g.node("Concat", [token, state], name="token_and_state", axis=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from onnxport.exporter.families import eagle3, find_family
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback
-from onnxport.exporter.plan import check_unused, plan_weights, unused_tensors
+from onnxport.exporter.plan import WeightPlan, check_unused, plan_weights, unused_tensors
 from onnxport.exporter.progress import advance_through
 from onnxport.exporter.sizes import artifact_bytes
 from onnxport.exporter.source import TOKENIZER_FILES, SpecialTokens, check_tokenizer, special_tokens
@@ -78,6 +78,8 @@ def export_head(
             f"--target was given, and {folder.path} is no draft head, which alone needs a target: "
             f"its architectures are {list(config.architectures)}. Leave the target out."
         )
+    if options.mtp:
+        raise ExportError("a draft head has no layer of multi-token prediction: leave --mtp out.")
     if options.keeps_experts:
         raise ExportError("the expert precision mxfp4 was asked for, and this head has no experts.")
     model = find_checkpoint(target, token=options.token)
@@ -112,24 +114,52 @@ def export_head(
         checkpoint.require(plan.shapes())
         check_unused(unused_tensors(checkpoint.names, plan, names, tied=False), spec.family)
         tokens = draft_tokens(checkpoint, spec)
-        with ArtifactWriter(
-            destination,
-            overwrite=options.overwrite,
-            expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
-        ) as writer:
-            advance = advance_through(checkpoint, plan, progress)
-            with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
-                writer.write_bytes(golden.FILE, golden.make_draft_golden(spec, weights))
-            writer.write_graph("paged", paged_graph(spec, weights.stored))
-            buffer = io.BytesIO()
-            np.save(buffer, tokens)
-            writer.write_bytes(DRAFT_TOKENS, buffer.getvalue())
-            for name in TOKENIZER_FILES:
-                if (model.path / name).is_file():
-                    writer.copy_file(model.path / name)
-            manifest = _manifest(spec, options, special, folder)
-            moved = weights.stored.have_zero_points or None
-            return writer.commit(replace(manifest, zero_points=moved))
+        manifest = _manifest(spec, options, special, folder)
+        head = DraftHead(plan, tokens, manifest, model.path)
+        return write_head(head, checkpoint, Path(destination), options, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """A head to write, all of it read but the weights."""
+
+    plan: WeightPlan
+    tokens: NDArray[np.int32]  # [logits], the token of each
+    manifest: Manifest
+    files: Path  # a folder with the tokenizer's
+
+
+def write_head(
+    head: DraftHead,
+    checkpoint: Checkpoint,
+    destination: Path,
+    options: ExportOptions,
+    progress: ProgressCallback | None,
+) -> Path:
+    """Write a head's artifact, whose tensors were checked, and return its folder.
+
+    Raises:
+        CheckpointError: A weight is damaged.
+        ExportError: The destination exists, or the disk is full.
+    """
+    spec, plan = head.manifest.model, head.plan
+    with ArtifactWriter(
+        destination,
+        overwrite=options.overwrite,
+        expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
+    ) as writer:
+        advance = advance_through(checkpoint, plan, progress)
+        with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
+            writer.write_bytes(golden.FILE, golden.make_draft_golden(spec, weights))
+        writer.write_graph("paged", paged_graph(spec, weights.stored))
+        buffer = io.BytesIO()
+        np.save(buffer, head.tokens)
+        writer.write_bytes(DRAFT_TOKENS, buffer.getvalue())
+        for name in TOKENIZER_FILES:
+            if (head.files / name).is_file():
+                writer.copy_file(head.files / name)
+        moved = weights.stored.have_zero_points or None
+        return writer.commit(replace(head.manifest, zero_points=moved))
 
 
 def draft_tokens(checkpoint: Checkpoint, spec: ArchSpec) -> NDArray[np.int32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
+from onnxport.exporter.plan import EMBEDDING_NORM, STATE_NORM
 from onnxport.exporter.weights import StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
@@ -40,3 +41,14 @@ def normed_features(
         for place, part in enumerate(parts)
     ]
     return g.node("Concat", normed, name="features.join", axis=-1)
+
+
+def token_and_state(
+    g: GraphBuilder, weights: StoredWeights, embedded: str, state: str, epsilon: float
+) -> str:
+    """What the product of multi-token prediction reads, [num_tokens, 2 * hidden], both normed."""
+    normed = [
+        ops.rms_norm(g, value, g.weight(weights.vectors[role]), epsilon, role)
+        for value, role in ((embedded, EMBEDDING_NORM), (state, STATE_NORM))
+    ]
+    return g.node("Concat", normed, name="token_and_state", axis=-1)

@@ -18,13 +18,15 @@ from onnxport.exporter.classification import (
 )
 from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import gqa_graph, paged_graph
+from onnxport.exporter.draft_head import DraftHead, write_head
 from onnxport.exporter.embedding import embeds_only
 from onnxport.exporter.families import find_family
-from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.eagle3 import is_head
 from onnxport.exporter.formats import Formats
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
+from onnxport.exporter.mtp import check_family, check_generates, check_options, plan_mtp
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.origin import DEFAULT_PRECISION, Origin, open_origin
 from onnxport.exporter.plan import WeightPlan, check_unused, plan_weights, unused_tensors
@@ -52,7 +54,7 @@ from onnxport.graphs.classification_spec import (
     dump_score_head,
 )
 from onnxport.graphs.embedding_spec import EmbeddingSpec
-from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
+from onnxport.graphs.manifest import GRAPH_FILES, MTP_FOLDER, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.spec import ArchSpec
 
@@ -87,6 +89,7 @@ def export_model(
     options = options or ExportOptions()
     check_destination(destination, overwrite=options.overwrite)
     folder = find_checkpoint(source, revision=options.revision, token=options.token)
+    check_options(options, is_gguf=is_gguf(folder.path))
     with open_origin(folder) as origin:
         config = origin.config
         if is_head(config):
@@ -95,6 +98,8 @@ def export_model(
                 "its checkpoint with --target (in Python: export_head)."
             )
         family = find_family(config)
+        if options.mtp:
+            check_family(family)
         spec = family.spec(config, options.context_length)
         further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
         origin.check_weights()
@@ -145,7 +150,7 @@ def export_model(
                 logger.warning(
                     "%s has no head, so the artifact embeds texts and generates none", folder.path
                 )
-            job = _Job(folder, files, spec, names, tokens, config, embedding, score)
+            job = _Job(folder, files, family, spec, names, tokens, config, embedding, score)
             return _export(job, checkpoint, Path(destination), options, progress)
 
 
@@ -160,6 +165,7 @@ class _Job:
 
     folder: CheckpointFolder
     files: Path  # a folder with the tokenizer's
+    family: Family
     spec: ArchSpec
     names: TensorNames
     tokens: SpecialTokens
@@ -180,11 +186,12 @@ def _export(
     if options.group_size is None:
         options = replace(options, group_size=fitting_group(checkpoint.group_widths))
     plan = plan_weights(spec, job.names)
-    _check_tensors(checkpoint, plan, job)
+    _check_tensors(checkpoint, plan, job, mtp=options.mtp)
     formats = Formats(plan, options, checkpoint)
     options = formats.settled()
     formats = Formats(plan, options, checkpoint)
     head = None if job.score is None else job.score.read(checkpoint, job.names, spec)
+    mtp = _mtp_head(job, checkpoint, options) if options.mtp else None
     if options.keeps_experts:
         _check_kept(checkpoint, plan, job.config)
     elif options.block() and {*_expert_dtypes(checkpoint, plan).values()} == {MXFP4}:
@@ -194,10 +201,11 @@ def _export(
             options.projections,
         )
     _tell_requantized(checkpoint, plan, formats, options)
+    expected_bytes = artifact_bytes(spec, plan, checkpoint, options)
+    if mtp is not None:
+        expected_bytes += artifact_bytes(mtp.manifest.model, mtp.plan, checkpoint, options)
     with ArtifactWriter(
-        destination,
-        overwrite=options.overwrite,
-        expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
+        destination, overwrite=options.overwrite, expected_bytes=expected_bytes
     ) as writer:
         advance = advance_through(checkpoint, plan, progress)
         with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
@@ -211,6 +219,8 @@ def _export(
             writer.write_bytes(SCORE_FILE, dump_score_head(head))
             if job.score.template is not None:
                 writer.write_bytes(SCORE_TEMPLATE_FILE, job.score.template.encode())
+        if mtp is not None:
+            write_head(mtp, checkpoint, writer.inside(MTP_FOLDER), options, progress)
         manifest = _manifest(spec, options, job.tokens, job.folder)
         judged = None if job.score is None else job.score.spec
         return writer.commit(
@@ -223,6 +233,15 @@ def _export(
                 classification=judged,
             )
         )
+
+
+def _mtp_head(job: _Job, checkpoint: Checkpoint, options: ExportOptions) -> DraftHead:
+    """The model's layer of multi-token prediction, which a model that generates no text has not."""
+    judges = job.score is not None and not job.score.generates
+    embeds = job.embedding is not None and job.embedding.only
+    check_generates(generates=not judges and not embeds)
+    manifest = _manifest(job.spec, options, job.tokens, job.folder)
+    return plan_mtp(job.family, job.names, checkpoint, manifest, job.files)
 
 
 def settled_options(folder: CheckpointFolder, options: ExportOptions) -> ExportOptions:
@@ -341,16 +360,17 @@ def _tell_requantized(
         )
 
 
-def _check_tensors(checkpoint: Checkpoint, plan: WeightPlan, job: _Job) -> None:
+def _check_tensors(checkpoint: Checkpoint, plan: WeightPlan, job: _Job, *, mtp: bool) -> None:
     spec, names = job.spec, job.names
     checkpoint.require(plan.shapes())
     unused = unused_tensors(checkpoint.names, plan, names, tied=spec.tie_word_embeddings)
     if job.score is not None and not job.score.generates:
         unused = [name for name in unused if name != SCORE_TENSOR]
     check_unused([name for name in unused if not _is_zero_bias(checkpoint, name)], spec.family)
+    advice = "" if job.family.mtp is None else "; --mtp exports it, too"
     for prefixes, what in (
         (names.images, "the part that reads images: the artifact takes text alone"),
-        (names.further, "what guesses tokens behind the next one"),
+        (() if mtp else names.further, f"what guesses tokens behind the next one{advice}"),
     ):
         if left := sorted(name for name in checkpoint.names if name.startswith(prefixes)):
             logger.warning(

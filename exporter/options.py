@@ -41,6 +41,8 @@ class ExportOptions:
     `classifier_from_token` are tokens whose logits judge texts: of two, "no" and "yes", the score
     is by how much the second one's is larger; of others each is a label. `score_template` is how
     pairs of texts are written for that: a file in Jinja, or a name of `score_templates.TEMPLATES`.
+
+    `mtp` exports the model's layer of multi-token prediction, too, into a folder of the artifact.
     """
 
     precision: str | None = None  # of the projections: int4, int8, fp16, fp32
@@ -55,6 +57,7 @@ class ExportOptions:
     tokenizer: Path | None = None  # a folder with the tokenizer's files; None: the checkpoint's
     classifier_from_token: tuple[str, ...] | None = None  # None: what the checkpoint says
     score_template: str | None = None  # likewise
+    mtp: bool = False  # see above
     threads: int | None = None  # None: all that this process may use
     by_matrix: bool = False  # see above
 

@@ -8,13 +8,13 @@ where a layer with experts has `router`, `correction`, `experts.gate_up` and `ex
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
 dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
 conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. A draft
-head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms
-may have biases, `final_norm_bias` and so on. What has no gate, experts too, has `up` for `gate_up`;
-of an xIELU there are `alpha_p`, `alpha_n`, `beta` and `eps`. Where layers are told something of
-each token, there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer `input_gate`,
-`input_out` and `input_out_norm`; and `scale` where the stream behind it is times a number. Experts
-apart from a shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and
-`shared_out_norm`.
+head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides, or, of
+multi-token prediction, `features`, `embedding_norm` and `state_norm`. LayerNorms may have biases,
+`final_norm_bias` and so on. What has no gate, experts too, has `up` for `gate_up`; of an xIELU
+there are `alpha_p`, `alpha_n`, `beta` and `eps`. Where layers are told something of each token,
+there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer `input_gate`, `input_out`
+and `input_out_norm`; and `scale` where the stream behind it is times a number. Experts apart from a
+shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and `shared_out_norm`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
 FEATURES: Final = "features"
+EMBEDDING_NORM: Final = "embedding_norm"
+STATE_NORM: Final = "state_norm"
 LAYER_INPUTS: Final = "layer_inputs"
 TABLES: Final = frozenset({EMBEDDING, LAYER_INPUTS})  # whose rows are gathered
 
@@ -93,8 +95,9 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
     vectors = _with_bias(spec, names, FINAL_NORM, names.final_norm, spec.logits_scale)
     if spec.draft is not None:
+        inputs = 2 * spec.hidden_size if spec.draft.is_mtp else spec.draft.features
         matrices[FEATURES] = stack_rows(
-            "", (names.features,), (spec.hidden_size,), spec.draft.features, biased=False
+            "", (names.features,), (spec.hidden_size,), inputs, biased=False
         )
         vectors.update(_draft_norms(spec.hidden_size, spec.draft, names))
     if spec.layer_input_size is not None:
@@ -198,6 +201,11 @@ def _with_bias(
 
 def _draft_norms(hidden: int, draft: DraftSpec, names: TensorNames) -> dict[str, VectorPlan]:
     """Norms that only a draft head has."""
+    if draft.is_mtp:
+        return {
+            EMBEDDING_NORM: plan_norm(names, names.embedding_norm, hidden),
+            STATE_NORM: plan_norm(names, names.state_norm, hidden),
+        }
     prefix = names.layer.format(0)
     found = {"layers.0.hidden_norm": plan_norm(names, prefix + names.hidden_norm, hidden)}
     if draft.joint_norm:

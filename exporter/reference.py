@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from onnxport.exporter import rope
 from onnxport.exporter.activations import ACTIVATIONS
-from onnxport.exporter.plan import LAYER_INPUTS
+from onnxport.exporter.plan import EMBEDDING_NORM, FEATURES, LAYER_INPUTS, STATE_NORM
 from onnxport.exporter.reference_attention import attend, attend_linearly, of_space
 from onnxport.exporter.reference_experts import feed_forward
 from onnxport.exporter.reference_parts import (
@@ -143,10 +143,18 @@ def _end(spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told:
 def _read_states(
     spec: ArchSpec, weights: WeightSource, embedded: Array, states: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """What a head's first layer reads, [num_tokens, 2 * hidden], and the stream it adds to."""
+    """What a head's first layer reads, and the stream it adds to.
+
+    The first is [num_tokens, 2 * hidden], or of multi-token prediction [num_tokens, hidden].
+    """
     draft, (features, own) = spec.draft, states
     assert draft is not None
     epsilon = spec.rms_norm_eps
+    if draft.is_mtp:
+        token = rms_norm(embedded, weights.vector(EMBEDDING_NORM), epsilon)
+        state = rms_norm(features + own, weights.vector(STATE_NORM), epsilon)
+        hidden = weights.linear(FEATURES, np.concatenate([token, state], axis=-1))
+        return _read(spec, weights, "layers.0.input_norm", hidden), hidden
     if draft.joint_norm:
         features = rms_norm(features, weights.vector("joint_norm"), epsilon)
     if draft.apart_norm:
@@ -156,7 +164,7 @@ def _read_states(
             for place, part in enumerate(parts)
         ]
         features = np.concatenate(normed, axis=-1)
-    hidden = weights.linear("features", features) + own
+    hidden = weights.linear(FEATURES, features) + own
     token = rms_norm(embedded, weights.vector("layers.0.input_norm"), epsilon)
     state = rms_norm(hidden, weights.vector("layers.0.hidden_norm"), epsilon)
     read = np.concatenate([token, state], axis=-1)

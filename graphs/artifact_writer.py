@@ -184,6 +184,14 @@ class ArtifactWriter:
             path.write_bytes(data)
         self._files[name] = FileInfo(hashlib.sha256(data).hexdigest(), len(data))
 
+    def inside(self, name: str) -> Path:
+        """A folder to make within this artifact, of an artifact by itself, before `commit`.
+
+        No file of it is listed here.
+        """
+        self._claim(name)
+        return self._folder / name
+
     def copy_file(self, source: str | os.PathLike[str], name: str | None = None) -> None:
         """Copy a small file (it is read whole), under its own name or another."""
         source = Path(source)

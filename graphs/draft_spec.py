@@ -18,13 +18,18 @@ class DraftSpec:
     and brought to the head's width by a product. The head's first layer reads that beside the
     embedding of the next token, each normalized; further layers are ordinary ones.
 
+    Or as in multi-token prediction (arXiv:2412.19437), which has no `target_layers`: the head reads
+    what the target's final norm makes. That, or what the head itself made, and the embedding of the
+    next token are normalized, and a product of both is what the stream begins with, through layers
+    that are all ordinary ones.
+
     Raises ValueError when sizes contradict each other.
     """
 
     vocab_size: int  # tokens that have a logit: see `manifest.DRAFT_TOKENS`
     target_hidden_size: int
     target_num_layers: int
-    target_layers: tuple[int, ...]  # what these read of the residual stream, in this order
+    target_layers: tuple[int, ...]  # what these read of the residual stream, in order; or none
     norm_before_residual: bool  # the residual stream begins with what is normalized already
     joint_norm: bool  # RMSNorm over what all of them read at once
     apart_norm: bool  # or over what each of them reads
@@ -37,21 +42,28 @@ class DraftSpec:
             require(value > 0, f"{name} of a draft head must be positive, is {value}")
         layers = self.target_layers
         require(
-            bool(layers)
-            and len(set(layers)) == len(layers)
+            len(set(layers)) == len(layers)
             and all(0 <= layer < self.target_num_layers for layer in layers),
             f"target_layers of a draft head are {list(layers)}; they must be distinct layers of "
             f"the target's {self.target_num_layers}, from 0",
         )
+        others = ("norm_before_residual", "joint_norm", "apart_norm")
+        wrong = [name for name in others if self.is_mtp and getattr(self, name)]
+        require(not wrong, f"{' and '.join(wrong)} of a draft head needs target_layers")
         require(
             not (self.joint_norm and self.apart_norm),
             "joint_norm and apart_norm of a draft head exclude each other",
         )
 
     @property
+    def is_mtp(self) -> bool:
+        """Whether it reads what the target's final norm makes, and has ordinary layers alone."""
+        return not self.target_layers
+
+    @property
     def features(self) -> int:
         """Numbers that the head reads of each token."""
-        return len(self.target_layers) * self.target_hidden_size
+        return max(1, len(self.target_layers)) * self.target_hidden_size
 
     @classmethod
     def from_json(cls, value: Any) -> DraftSpec:

@@ -20,6 +20,7 @@ MANIFEST_FILE: Final = "manifest.json"
 GRAPH_FILES: Final = {"paged": "model.onnx", "gqa": "model_gqa.onnx"}
 PRECISIONS: Final = ("int4", "int8", "fp16", "fp32")
 DRAFT_TOKENS: Final = "draft_tokens.npy"  # of a draft head: int32 [logits], the token of each
+MTP_FOLDER: Final = "mtp"  # in a model's artifact: that of its layer of multi-token prediction
 EXPERT_PRECISIONS: Final = ("mxfp4",)  # besides those
 KV_FILES: Final = ("model.onnx", "model.onnx.data")  # what the K/V of a token depend on
 ACTIVATION_DTYPES: Final = ("float16", "bfloat16", "float32")

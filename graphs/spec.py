@@ -190,7 +190,8 @@ class ArchSpec:
 
     def attention_inputs(self, layer: int) -> int:
         """Channels that the projections of a layer's attention read."""
-        return 2 * self.hidden_size if self.draft and layer == 0 else self.hidden_size
+        joined = layer == 0 and self.draft is not None and not self.draft.is_mtp
+        return 2 * self.hidden_size if joined else self.hidden_size
 
     @property
     def linear_layers(self) -> tuple[int, ...]:

@@ -55,6 +55,13 @@ def check_spec(spec: ArchSpec) -> None:
     if spec.latent is not None:
         _check_latent(spec, spec.latent)
     require(
+        spec.draft is None
+        or not spec.draft.is_mtp
+        or spec.draft.target_hidden_size == spec.hidden_size,
+        f"a draft head without target_layers is as wide as its target: hidden_size is "
+        f"{spec.hidden_size}, draft is {spec.draft}",
+    )
+    require(
         not (spec.attention_gate and spec.qkv_bias),
         "attention_gate and qkv_bias exclude each other",
     )
@@ -141,7 +148,7 @@ def _check_latent(spec: ArchSpec, latent: LatentSpec) -> None:
         "attention_sinks": spec.attention_sinks,
         "attention_softcap": spec.attention_softcap,
         "sliding_window": any(spec.sliding_window),
-        "draft": spec.draft,
+        "draft with target_layers": spec.draft and not spec.draft.is_mtp,
         "linear": spec.linear,
         "attention_gate": spec.attention_gate,
     }

@@ -51,7 +51,10 @@ def refuse_hidden_states(artifact: Artifact, options: LoadOptions, provider: str
     if tells or artifact.manifest.model.draft is not None:
         what = "run draft heads" if artifact.manifest.model.draft else "tell hidden states"
         if options.final_states:
-            what = "tell hidden states, of which embeddings are made"
+            what = (
+                "tell hidden states, by which multi-token prediction guesses and of which "
+                "embeddings are made"
+            )
         raise ProviderError(
             f"the {provider} provider does not {what}; cpu, cuda, webgpu, migraphx and directml do"
             f"{without_embeddings(artifact) if options.final_states else ''}"

@@ -87,8 +87,7 @@ class Engine:
         """
         config = config or EngineConfig()
         if (limits := model.capabilities).state_slots:
-            reads = speculator is not None and speculator.reader is not None
-            check_options(config, reads_states=reads)
+            check_options(config)
         if not limits.moves_blocks:
             refuse_tiers(config)
         if eos_token_ids is None:
@@ -431,8 +430,9 @@ class Engine:
         pooled: list[Request] = []
         if self._runtime.hidden_states is not None:
             read, final = self._runtime.split_states()
-            if read is not None:
-                self._guessing.note_states(plan, read, accepted)
+            told = final if self._guessing.reads_final else read
+            if told is not None:
+                self._guessing.note_states(plan, told, accepted)
             pooled = pool(plan, final) if final is not None else []
         self._scheduler.commit(plan, reservation, accepted)
         for request, found in scores:

@@ -26,7 +26,13 @@ MOST_OWED = 16
 
 
 class StateReader(Protocol):
-    """Reads what the model makes of each token."""
+    """Reads what the model makes of each token.
+
+    Attributes:
+        reads_final: whether that is what the final norm makes, and not what some layers read.
+    """
+
+    reads_final: bool
 
     def note_states(self, request: Request, first: int, states: NDArray[np.float32]) -> None:
         """The model has computed tokens of a request, that are its own by now.
@@ -136,6 +142,12 @@ class Guessing:
         """Whether the model's states have to be told of in the step in hand."""
         return self._guesses is not None and self._guesses.reader is not None
 
+    @property
+    def reads_final(self) -> bool:
+        """Whether these are what the final norm makes (`StateReader.reads_final`)."""
+        reader = self._guesses.reader if self._guesses else None
+        return reader is not None and reader.reads_final
+
     def note_model(self, limits: Capabilities) -> None:
         """A model checks guesses from now on: log what they may change all the same."""
         if self._guesses is not None and limits.rounds_anew:
@@ -215,7 +227,7 @@ class Guessing:
         if reader is None:
             return
         has_others = not all(map(_may_guess, plan.requests))
-        if plan.num_decodes == len(plan.requests) and not plan.drafts and not has_others:
+        if plan.num_decodes == len(plan.requests) == plan.num_tokens and not has_others:
             reader.note_decodes(plan.requests, plan.num_past, states)
             return
         start = 0

@@ -26,31 +26,18 @@ def slots_wanted(config: EngineConfig) -> int:
     return SLOTS_PER_SEQUENCE * config.max_num_seqs + kept
 
 
-def check_options(config: EngineConfig, *, reads_states: bool = False) -> None:
-    """Refuse what a model with linear attention cannot do, all of it at once.
-
-    Args:
-        config: of the engine.
-        reads_states: whether somebody reads the model's hidden states to guess tokens ahead,
-            whatever `config` says.
+def check_options(config: EngineConfig) -> None:
+    """Refuse what a model with linear attention cannot do.
 
     Raises:
         OptionError: names the options.
     """
-    refused = []
-    if config.kv_host_memory or config.kv_disk:
-        tiers = [name for name in ("kv_host_memory", "kv_disk") if getattr(config, name)]
-        refused.append(f"{' and '.join(tiers)} (K/V are of no use without the state behind them)")
-    method = config.speculation.method if config.speculation is not None else None
-    if method == "eagle3" or reads_states:
-        refused.append(
-            "speculation by an EAGLE-3 head (none is known for such models; take ngram, suffix, "
-            "grammar or draft_model)"
-        )
-    if refused:
+    tiers = [name for name in ("kv_host_memory", "kv_disk") if getattr(config, name)]
+    if tiers:
         raise OptionError(
-            "this model has layers that keep a state of each sequence, and "
-            f"these options do not go with it: {'; '.join(refused)}. Leave them out"
+            "this model has layers that keep a state of each sequence, and these options do not go "
+            f"with it: {' and '.join(tiers)} (K/V are of no use without the state behind them). "
+            "Leave them out"
         )
 
 

@@ -80,12 +80,12 @@ def open_engine(
     """
     config = config or EngineConfig()
     chosen = options or LoadOptions()
-    if config.speculation is not None:
-        from onnxport.serving.speculation.build import build_speculator, hidden_layers
+    speculation = config.speculation
+    if speculation is not None:
+        from onnxport.serving.speculation.build import build_speculator, located, telling
 
-        chosen = replace(
-            chosen, hidden_layers=hidden_layers(config.speculation) or chosen.hidden_layers
-        )
+        speculation = located(speculation, path)
+        chosen = telling(speculation, chosen)
     artifact = read_artifact(path, chosen)
     refuse_head(artifact)
     if artifact.manifest.model.linear is not None:
@@ -111,13 +111,15 @@ def open_engine(
         _check_fallback(name, provider, artifact, pools=pools)
 
     first = Fallback(provider, lambda: open_model(artifact, provider, chosen, trials))
-    standby = Standby((first, *(_fallback(artifact, name, provider, chosen) for name in names)))
+    standby = Standby(
+        (first, *(_fallback(artifact, name, provider, chosen, pools=pools) for name in names))
+    )
 
     speculator = None
-    if config.speculation is not None:
+    if speculation is not None:
         tokens = config.max_num_batched_tokens
         speculator = build_speculator(
-            *(config.speculation, path, provider, tokens, trials, chosen),
+            *(speculation, path, provider, tokens, trials, chosen),
             recomputes=artifact.manifest.model.linear is not None,
         )
 
@@ -264,11 +266,14 @@ def _check_fallback(name: str, provider: str, artifact: Artifact, *, pools: bool
         )
 
 
-def _fallback(first: Artifact, name: str, provider: str, options: LoadOptions) -> Fallback:
+def _fallback(
+    first: Artifact, name: str, provider: str, options: LoadOptions, *, pools: bool = False
+) -> Fallback:
     """Return a fallback with the options that suit it too.
 
     It reads the artifact again, for it may have been exported once more meanwhile, and refuses one
-    that is not `first`: requests would go on with another model.
+    that is not `first`: requests would go on with another model. `pools` says whether texts are
+    embedded, or judged; what only guesses need it may do without.
     """
     suited = options
     if name != provider:  # these may suit the other one alone
@@ -298,10 +303,11 @@ def _fallback(first: Artifact, name: str, provider: str, options: LoadOptions) -
         try:
             model = open_model(artifact, name, suited)
         except ProviderError as error:
-            if not suited.hidden_layers:
+            untold = replace(suited, hidden_layers=(), final_states=suited.final_states and pools)
+            if untold == suited:
                 raise
             logger.warning("%s is tried without a draft head's guesses: %s", name, error)
-            model = open_model(artifact, name, replace(suited, hidden_layers=()))
+            model = open_model(artifact, name, untold)
         try:
             _read_again(first, suited)  # it may have been replaced while it was loaded
         except BaseException:

@@ -114,6 +114,9 @@ class TensorNames:
     joint_norm: str = "input_norm.weight"
     apart_norm: str = "fc_norm.{}.weight"  # with "{}" for the place of the model's layer
     hidden_norm: str = "hidden_norm.weight"  # behind the prefix of the first layer
+    # Or of multi-token prediction: norms of the token's embedding, and of the state beside it.
+    embedding_norm: str = "enorm.weight"
+    state_norm: str = "hnorm.weight"
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
     images: tuple[str, ...] = ()  # prefixes of the part that reads images
     further: tuple[str, ...] = ()  # prefixes of what guesses a token behind the next one
@@ -150,6 +153,9 @@ class Family:
     tensors: TensorNames = TensorNames()
     other_layouts: tuple[TensorNames, ...] = ()  # that its checkpoints may have instead
     further_layers: tuple[str, ...] = ()  # keys: how many layers behind the last guess more tokens
+    # (names, number of layers) -> the names of the first layer of multi-token prediction, of which
+    # those of embedding and head may be absent, and then are the model's; None: it is not read.
+    mtp: Callable[[TensorNames, int], TensorNames] | None = None
     head_tells: bool = False  # without `tie_word_embeddings` a head is tied that is not stored
 
     def names_in(self, found: frozenset[str]) -> TensorNames:

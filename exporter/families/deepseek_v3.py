@@ -7,6 +7,7 @@ from typing import Final
 from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import FURTHER_LAYERS, corrected_experts, with_experts
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.families.mtp import behind_the_last
 from onnxport.exporter.latentconfig import latent_spec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.spec import ArchSpec
@@ -45,5 +46,6 @@ FAMILY: Final = Family(
     architecture="DeepseekV3ForCausalLM",
     spec=read_spec,
     further_layers=FURTHER_LAYERS,
+    mtp=behind_the_last,
     other_types=("kimi_k2",),
 )

@@ -157,7 +157,7 @@ def _layer_ids(config: Config, nested: Config, default: list[int]) -> list[int]:
     if layers is None:
         return default
     whole = all(type(layer) is int for layer in layers)
-    if not whole or layers != sorted(layers):
+    if not whole or not layers or layers != sorted(layers):
         raise CheckpointError(
             f"{config.path}: {LAYERS} is {layers}; these must be whole numbers that ascend, for "
             "some programs sort them, and the head's first product depends on their order."

@@ -7,6 +7,7 @@ from typing import Final
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import FURTHER_LAYERS, corrected_experts, with_experts
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.families.mtp import behind_the_last
 from onnxport.graphs.spec import ArchSpec
 
 
@@ -33,4 +34,5 @@ FAMILY: Final = Family(
     architecture="Glm4MoeForCausalLM",
     spec=read_spec,
     further_layers=FURTHER_LAYERS,
+    mtp=behind_the_last,
 )

@@ -8,6 +8,7 @@ from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import FURTHER_LAYERS, corrected_experts, with_experts
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.families.mtp import behind_the_last
 from onnxport.exporter.latentconfig import latent_spec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.spec import ArchSpec
@@ -67,4 +68,5 @@ FAMILY: Final = Family(
     architecture="Glm4MoeLiteForCausalLM",
     spec=read_spec,
     further_layers=FURTHER_LAYERS,
+    mtp=behind_the_last,
 )

@@ -9,12 +9,13 @@ from typing import Any, Final
 from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.families.mtp import beside_the_model
 from onnxport.exporter.families.qwen3_next import TENSORS, check_said, hybrid_spec
 from onnxport.exporter.families.wrapped import newer_names, wrapped
 from onnxport.graphs.spec import ArchSpec
 
 _OF_IMAGES: Final = ("visual.",)
-# What guesses further tokens, which is left out.
+# Of multi-token prediction, of which the tensors tell as much.
 _OF_MTP: Final = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp")
 
 # What files may say of experts, and what is so in transformers whatever they say.
@@ -84,6 +85,7 @@ FAMILY: Final = Family(
     spec=read_spec,
     tensors=_DENSE[-1],
     other_layouts=_DENSE[:-1],
+    mtp=beside_the_model,
 )
 WITH_IMAGES: Final = wrapped(
     FAMILY,
@@ -98,6 +100,7 @@ WITH_EXPERTS: Final = Family(
     spec=read_spec_with_experts,
     tensors=_WITH_EXPERTS[0],
     other_layouts=_WITH_EXPERTS[1:],
+    mtp=beside_the_model,
 )
 WITH_EXPERTS_AND_IMAGES: Final = wrapped(
     WITH_EXPERTS,

@@ -10,6 +10,7 @@ from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import experts_spec, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.families.mtp import beside_the_model
 from onnxport.exporter.families.qwen3_moe import sparse_layers
 from onnxport.exporter.ropeconfig import rope_parameters
 from onnxport.graphs.linear_spec import LinearAttentionSpec
@@ -143,4 +144,5 @@ FAMILY: Final = Family(
     architecture="Qwen3NextForCausalLM",
     spec=read_spec,
     tensors=replace(TENSORS, linear_in=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    mtp=beside_the_model,
 )

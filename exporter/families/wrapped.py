@@ -73,6 +73,7 @@ def wrapped(
         tensors=first,
         other_layouts=tuple(others),
         head_tells=True,
+        mtp=texts[0].mtp,
     )
 
 

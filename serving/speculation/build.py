@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
-from onnxport.graphs.manifest import DRAFT_TOKENS
+from onnxport.graphs.draft_spec import DraftSpec
+from onnxport.graphs.manifest import DRAFT_TOKENS, MTP_FOLDER
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.registry import open_model
 from onnxport.serving.fallback import describe
-from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.config import SpeculationConfig, SpeculationMethod
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.forced import ForcedDrafter
-from onnxport.serving.speculation.head import HeadDrafter
+from onnxport.serving.speculation.head import HeadDrafter, Reads
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.speculation.speculator import Speculator
 from onnxport.serving.speculation.suffix import SuffixDrafter
@@ -30,6 +33,7 @@ DRAFT_KV_SHARE = 0.1  # of the free memory
 # Of weights, that one thread has read before another one is awake: threads sleep between two runs,
 # and a draft is many short ones.
 FEW_BYTES = 1 << 20
+HEADS: Final[tuple[SpeculationMethod, ...]] = ("eagle3", "mtp")  # methods that read states
 
 
 def build_speculator(
@@ -45,7 +49,7 @@ def build_speculator(
     """Return what guesses for the model in `target`; a draft model is loaded.
 
     Args:
-        config: how to guess.
+        config: how to guess, as `located` returns it.
         target: the artifact folder of the model that checks.
         provider: what a draft model runs on if the config does not say.
         max_num_batched_tokens: most tokens that a draft model computes to catch up with a request.
@@ -88,9 +92,9 @@ def build_speculator(
         drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, threads)
         return Speculator(drafter, config, recomputes=recomputes)
     tokens = read_draft_tokens(config.model)
-    sizes = head.features, _spec(config.model).hidden_size
-    reader = HeadDrafter(model, tokens, sizes, max_num_batched_tokens, vocab_size, threads)
-    return Speculator(reader, config, reader=reader)
+    reads = Reads(head.features, _spec(config.model).hidden_size, head.is_mtp)
+    reader = HeadDrafter(model, tokens, reads, max_num_batched_tokens, vocab_size, threads)
+    return Speculator(reader, config, reader=reader, recomputes=recomputes)
 
 
 def _suffix_drafter(config: SpeculationConfig) -> SuffixDrafter:
@@ -112,16 +116,49 @@ def _suffix_drafter(config: SpeculationConfig) -> SuffixDrafter:
     return drafter
 
 
-def hidden_layers(config: SpeculationConfig | None) -> tuple[int, ...]:
-    """Return the layers of the model whose states are read to guess: `LoadOptions.hidden_layers`.
+def located(config: SpeculationConfig, target: Path) -> SpeculationConfig:
+    """Return the config with the folder of what guesses, where the model has it in its own.
+
+    Args:
+        config: how to guess.
+        target: the artifact folder of the model that checks.
+
+    Raises:
+        ArtifactError: a folder is not a valid artifact, or the model has no such layer.
+    """
+    if config.method != "mtp":
+        return config
+    folder = config.model or target
+    if _spec(folder).draft is not None:
+        return config
+    inner = folder / MTP_FOLDER
+    if not inner.is_dir():
+        raise ArtifactError(
+            f"the speculation method mtp needs the model's layer of multi-token prediction, and "
+            f"{folder} has none in {MTP_FOLDER}; export the model again with --mtp, if its "
+            "checkpoint has such a layer, or take another method"
+        )
+    return replace(config, model=inner)
+
+
+def telling(config: SpeculationConfig, options: LoadOptions) -> LoadOptions:
+    """Return the options by which a model tells the states that are read to guess.
+
+    Args:
+        config: how to guess, as `located` returns it.
+        options: of the model.
 
     Raises:
         ArtifactError: the head's folder is not a valid artifact.
     """
-    if config is None or config.method != "eagle3" or config.model is None:
-        return ()
+    if config.method not in HEADS or config.model is None:
+        return options
     head = _spec(config.model).draft
-    return () if head is None else head.target_layers
+    if head is None:  # `check_draft` refuses it
+        return options
+    if head.is_mtp:
+        return replace(options, final_states=True)
+    return replace(options, hidden_layers=head.target_layers)
 
 
 def _default_threads(draft: Path) -> int | None:
@@ -164,8 +201,8 @@ def check_draft(config: SpeculationConfig, target: Path) -> None:
             f"{config.model} has layers that keep states, which cannot go back behind "
             "guesses that prove wrong; take a draft model that has attention alone"
         )
-    if (head is not None) != (config.method == "eagle3"):
-        kind, method = ("a draft head", "eagle3") if head else ("a model", "draft_model")
+    kind, method = _kind(head)
+    if method != config.method:
         raise ArtifactError(
             f"{config.model} is {kind}, which the speculation method {config.method} cannot use; "
             f"the method for it is {method}"
@@ -183,6 +220,15 @@ def check_draft(config: SpeculationConfig, target: Path) -> None:
                     f"has {found}; take a head that was trained for this model"
                 )
     check_same_tokens(target, config.model)
+
+
+def _kind(head: DraftSpec | None) -> tuple[str, SpeculationMethod]:
+    """What an artifact is, and the method for it; None: it is no head."""
+    if head is None:
+        return "a model", "draft_model"
+    if head.is_mtp:
+        return "a layer of multi-token prediction", "mtp"
+    return "a draft head", "eagle3"
 
 
 def check_same_tokens(target: Path, draft: Path, role: str = "draft model") -> None:

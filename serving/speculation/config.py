@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
 from onnxport.errors import CapacityError
+
+logger = logging.getLogger(__name__)
 
 MOST = 2**31  # of any count
 # Tokens that are guessed at once, each of them a series of the metrics; and of an n-gram that is
@@ -18,7 +21,12 @@ MOST_GUESSED = 256
 # Tokens of answers that are kept, of 44 bytes each; below the least no answer would have room.
 MOST_KEPT, LEAST_KEPT = 1 << 28, 1 << 10
 USUAL_GUESSES = 5  # at once, where the method has no better measure
-SpeculationMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "grammar"]
+SpeculationMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
+# What vLLM calls it where it means the layers of one family.
+_OLDER_NAMES = (
+    *("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
+    *("qwen3_5_mtp", "qwen3_next_mtp"),
+)
 _SUFFIX = (
     "suffix_decoding_max_tree_depth",
     "suffix_decoding_max_cached_requests",
@@ -33,6 +41,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {  # that a method has for itself
     "suffix": _SUFFIX,
     "draft_model": _MODEL,
     "eagle3": _MODEL,
+    "mtp": _MODEL,
     "grammar": (),
 }
 
@@ -46,7 +55,7 @@ class SpeculationConfig:
             elsewhere takes what followed the last time that these tokens came in prompt and output;
             "suffix" what followed most often, there and in the answers to earlier requests.
             "draft_model" asks a smaller model; "eagle3" a head that reads what the model made of
-            the tokens before.
+            the tokens before; "mtp" the model's own layer of multi-token prediction, likewise.
         num_speculative_tokens: most tokens that are guessed at once; how many really are is
             chosen by what is measured to be right, and to pay. None: see `longest_draft`.
         prompt_lookup_max: the longest n-gram that is looked up; "ngram" only.
@@ -57,8 +66,9 @@ class SpeculationConfig:
         suffix_decoding_max_cached_tokens: tokens of these answers, of 44 bytes each; not vLLM's.
         suffix_decoding_max_spec_factor: tokens that are guessed for each that was found again.
         suffix_decoding_min_token_prob: the least probability of a guess, by how often it followed.
-        model: the artifact folder of the draft model, or of the head; "draft_model" and "eagle3"
-            only, which need it. For what follows likewise.
+        model: the artifact folder of the draft model, or of the head; "draft_model" and "eagle3",
+            which need it, and "mtp", where None is in the model's own artifact. For what follows
+            likewise.
         provider: what the draft model runs on; None: as the model it drafts for.
         threads: its compute threads; None: one for a model of up to 1 MiB, else the provider's
             choice.
@@ -147,7 +157,11 @@ class SpeculationConfig:
             if not isinstance(given.get(name), str | Path | None):
                 raise CapacityError(f"{name} is {given[name]!r}; it must be text")
         model = given.get("model")
-        return cls(**{**given, "model": None if model is None else Path(model)})
+        changed: dict[str, Any] = {"model": None if model is None else Path(model)}
+        if given["method"] in _OLDER_NAMES:
+            logger.warning("the speculation method %s is called mtp", given["method"])
+            changed["method"] = "mtp"
+        return cls(**{**given, **changed})
 
     def _check_count(self, name: str, value: object, most: int = MOST, least: int = 1) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -182,7 +196,7 @@ class SpeculationConfig:
     def _check_method(self) -> None:
         """Refuse what would be ignored."""
         own = _KEYS[self.method]
-        if own is _MODEL and self.model is None:
+        if own is _MODEL and self.model is None and self.method != "mtp":
             needed = (
                 "an artifact with the same tokenizer"
                 if self.method == "draft_model"

@@ -1,8 +1,12 @@
-"""Guessing with a head that reads what the model made of the tokens before (EAGLE-3)."""
+"""Guessing with a head that reads what the model made of the tokens before .
+
+It is an EAGLE-3 head, or the model's own layer of multi-token prediction.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +25,14 @@ MOST_BYTES = 256 << 20  # of states that wait, over all requests
 MOST_KEPT = 64  # tokens of a run whose arrays are kept for the next one
 
 
+class Reads(NamedTuple):
+    """What a head reads of each token."""
+
+    features: int  # numbers of the model's state
+    hidden: int  # of what the head itself makes
+    final: bool = False  # the first is what the model's final norm makes
+
+
 class HeadDrafter(GrowingDrafter[HeadSequence]):
     """Lets a draft head go on from the model's own states.
 
@@ -35,7 +47,7 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
         self,
         model: Model,
         tokens: NDArray[np.int32],
-        sizes: tuple[int, int],
+        reads: Reads,
         max_num_batched_tokens: int,
         vocab_size: int,
         num_threads: int | None = None,
@@ -45,14 +57,14 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
         Args:
             model: the head.
             tokens: int32 [logits], the token that each logit is of.
-            sizes: numbers of a state, and of what the head itself makes of a token.
+            reads: what goes into it beside tokens.
             max_num_batched_tokens: most tokens that it computes in a call to catch up.
             vocab_size: of the model that it drafts for.
             num_threads: most that sample at once; None: as many as there are physical cores.
         """
         super().__init__(model, max_num_batched_tokens, vocab_size, num_threads)
         self._tokens = tokens
-        self._features, self._hidden = sizes
+        self._features, self._hidden, self.reads_final = reads
         # Noise is of places among the logits, which are not those of the model's tokens here.
         self.may_race = len(tokens) == vocab_size and bool((tokens == np.arange(vocab_size)).all())
         # As in `StepInputs`: the model's states, the head's own, and what it makes of a run.

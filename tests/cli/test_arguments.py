@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from onnxport.cli import build_parser, main
+from onnxport.cli import build_parser, cache, main
 from onnxport.cli.arguments import (
     ENGINE_OPTIONS,
     engine_config,
@@ -36,6 +36,32 @@ from onnxport.serving.structured.spec import StructuredOutputs
 
 def parse(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "mtp"),
+    [
+        ((), False),
+        (("--mtp",), True),
+        (("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'), True),
+        (("--speculative-config", '{"method": "mtp", "model": "a"}'), False),
+        (("--speculative-config", '{"method": "ngram"}'), False),
+    ],
+)
+def test_a_checkpoint_that_is_to_guess_for_itself_is_exported_so(
+    given: tuple[str, ...], mtp: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    asked: list[ExportOptions] = []
+    monkeypatch.setattr(cache, "cached_artifact", lambda source, options: asked.append(options))
+    cache.find_artifact(parse("serve", str(tmp_path), *given))
+    assert asked == [ExportOptions(mtp=mtp)]
+
+
+def test_an_artifact_gets_no_layer_afterwards(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ExportError, match="is exported already, so --mtp cannot change it"):
+        cache.find_artifact(parse("serve", str(tmp_path), "--mtp"))
 
 
 def test_export_options() -> None:

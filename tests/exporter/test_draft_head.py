@@ -202,7 +202,7 @@ ALIKE = torch.zeros(96, dtype=torch.int64)
             "must be whole numbers",
         ),
         (Head(target_layers=(5, 1)), {}, CheckpointError, "that ascend"),
-        (Head(target_layers=()), {}, CheckpointError, "distinct layers of the target's 8"),
+        (Head(target_layers=()), {}, CheckpointError, "must be whole numbers that ascend"),
         (
             Head(target_layers=(1, 5)),
             {"eagle_aux_hidden_state_layer_ids": [1, 6]},

@@ -22,6 +22,7 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.manifest import MTP_FOLDER
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.hidden_states import (
     TELL_HIDDEN_STATES,
@@ -36,6 +37,7 @@ from onnxport.providers.step_memory import StepMemory
 from tests.conformance.models import step
 from tests.exporter import checkpoints
 from tests.exporter.heads import HIDDEN, TARGET, Head
+from tests.exporter.mtp_layers import Mtp, make
 from tests.tiers import crossed
 
 Floats = NDArray[np.float32]
@@ -279,7 +281,33 @@ def test_slots_for_adapters_change_nothing(
 def test_a_head_computes_the_same_everywhere(
     way: str, precision: str, pair: dict[str, tuple[Path, Path]]
 ) -> None:
-    _, path = pair[precision]
+    check_head(pair[precision][1], way)
+
+
+MTP = ("qwen3.5", "glm4-moe", "deepseek-v3")  # with a gate, with experts, of latents
+
+
+@pytest.fixture(scope="module")
+def mtp_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Layers of multi-token prediction, in int4."""
+    found = {}
+    for name in MTP:
+        folder = tmp_path_factory.mktemp("mtp")
+        make(Mtp(name), folder / "checkpoint")
+        options = ExportOptions(precision="int4", group_size=32, mtp=True)
+        found[name] = export_model(folder / "checkpoint", folder / "model", options) / MTP_FOLDER
+    return found
+
+
+@pytest.mark.parametrize(("way", "name"), crossed(3, list(WAYS), MTP))
+def test_so_do_layers_of_multi_token_prediction(
+    way: str, name: str, mtp_layers: dict[str, Path]
+) -> None:
+    check_head(mtp_layers[name], way)
+
+
+def check_head(path: Path, way: str) -> None:
+    """Its golden logits, and states, come out of steps one after the other."""
     golden = np.load(path / "golden.npz")
     ids = golden["token_ids"].tolist()
     with opened(path, way, **FLOAT32) as model:

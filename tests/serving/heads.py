@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.null import _GAMMA, NullModel, NullOptions, _mix
-from onnxport.serving.speculation.head import HeadDrafter
+from onnxport.serving.speculation.head import HeadDrafter, Reads
 
 FEATURES = 3  # a token, its position, and a one
 HIDDEN = 2  # a token and its position
@@ -98,7 +98,7 @@ def head_drafter(
         tokens = np.arange(VOCAB, dtype=np.int32)
     given = {"num_blocks": 256, "block_size": 4, "takes_exact_logits": True}
     model = HeadModel(NullOptions(**{**given, **options}), tokens)
-    return HeadDrafter(model, tokens, (FEATURES, HIDDEN), budget, VOCAB)
+    return HeadDrafter(model, tokens, Reads(FEATURES, HIDDEN), budget, VOCAB)
 
 
 def _positions(inputs: StepInputs) -> NDArray[np.int64]:

@@ -30,8 +30,6 @@ from onnxport.serving.linear_attention import KEPT_STATES
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.pooling import Embedder
-from onnxport.serving.speculation import build
-from onnxport.serving.speculation.config import SpeculationConfig
 from tests.graphs.artifacts import SPEC, write
 from tests.serving.helpers import alone
 from tests.serving.tokenizers_for_tests import byte_level
@@ -319,6 +317,25 @@ def test_a_draft_head_s_states_are_not_given_up_for_another_artifact(
     assert [asked.hidden_layers for _, asked in loads["asked"]] == [(1,), ()]
 
 
+@pytest.mark.parametrize("pools", [False, True])
+def test_what_the_final_norm_makes_is_needed_by_embeddings_alone(
+    pools: bool, loads: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of multi-token prediction is done without."""
+    first = stored(tmp_path)
+    loads["cpu"] = [ProviderError("tells no states"), NullModel()]
+    monkeypatch.setattr(loading, "read_artifact", lambda path, options: stored(tmp_path))
+    options = LoadOptions(final_states=True)
+    fallback = loading._fallback(first, "cpu", "cpu", options, pools=pools)
+    if pools:
+        with pytest.raises(ProviderError, match="tells no states"):
+            fallback.load()
+    else:
+        fallback.load()
+    asked = [options.final_states for _, options in loads["asked"]]
+    assert asked == ([True] if pools else [True, False])
+
+
 @pytest.mark.parametrize(("name", "words"), [("gpu", "no provider 'gpu'"), ("openvino", "pip")])
 def test_a_fallback_that_could_never_take_over_is_refused_at_once(
     opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
@@ -381,23 +398,12 @@ def test_what_takes_over_has_as_many_states(stateful: list[LoadOptions], tmp_pat
     assert [one.state_slots for one in stateful] == [6 + KEPT_STATES] * 2
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"kv_host_memory": 1 << 20}, "kv_host_memory"),
-        ({"speculation": SpeculationConfig("eagle3", model=Path("head"))}, "speculation by"),
-    ],
-)
 def test_what_does_not_go_with_states_is_refused_before_anything_is_loaded(
-    stateful: list[LoadOptions],
-    tmp_path: Path,
-    config: dict[str, Any],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    stateful: list[LoadOptions], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(build, "hidden_layers", lambda config: (1,))  # the head's, which is read
-    with pytest.raises(OptionError, match=f"layers that keep a state.* {words}"):
-        loading.open_engine(tmp_path, "cpu", None, EngineConfig(**config), needs_tokenizer=False)
+    config = EngineConfig(kv_host_memory=1 << 20)
+    with pytest.raises(OptionError, match=r"layers that keep a state.* kv_host_memory"):
+        loading.open_engine(tmp_path, "cpu", None, config, needs_tokenizer=False)
     assert not stateful
 
 

@@ -42,6 +42,20 @@ def test_eagle3() -> None:
     assert SpeculationConfig.parse(text) == expected
 
 
+def test_mtp() -> None:
+    text = '{"method": "mtp", "num_speculative_tokens": 1}'
+    assert SpeculationConfig.parse(text) == SpeculationConfig("mtp", 1)
+    text = '{"method": "mtp", "model": "a", "provider": "cpu", "threads": 2}'
+    assert SpeculationConfig.parse(text).model == Path("a")
+
+
+@pytest.mark.parametrize("name", ["deepseek_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp"])
+def test_older_names_of_mtp(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = SpeculationConfig.of({"method": name, "num_speculative_tokens": 2})
+    assert found == SpeculationConfig("mtp", 2)
+    assert f"{name} is called mtp" in caplog.text
+
+
 def test_suffix() -> None:
     text = (
         '{"method": "suffix", "num_speculative_tokens": 9, "suffix_decoding_max_tree_depth": 12, '
@@ -135,6 +149,9 @@ def test_suffix_is_built_as_the_config_says(caplog: pytest.LogCaptureFixture) ->
         ('{"method": "suffix", "suffix_decoding_min_token_prob": NaN}', "number from 0 to 1"),
         ('{"method": "suffix", "suffix_decoding_min_token_prob": null}', "number from 0 to 1"),
         ('{"method": "draft_model"}', "needs a model: the folder of an artifact with the same"),
+        ('{"method": "mtp", "prompt_lookup_max": 9}', "mtp does not use prompt_lookup_max"),
+        ('{"method": "mimo_mtp"}', "'mimo_mtp'; it must be one of"),
+        ('{"method": ["mtp"]}', "must be one of"),
         ('{"method": "eagle3"}', "`onnxport export HEAD FOLDER --target MODEL`"),
         ('{"method": "eagle3", "model": "a", "prompt_lookup_min": 1}', "eagle3 does not use"),
         ('{"method": "draft_model", "model": 3}', "model is 3; it must be text"),

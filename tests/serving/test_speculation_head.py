@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,11 @@ def model_of(drafter: HeadDrafter) -> HeadModel:
     return drafter._model
 
 
-def plain(prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
+def plain(
+    prompt: Sequence[int], params: SamplingParams, index: int = 0, state_slots: int = 0
+) -> list[int]:
     """What the model says without anybody who guesses."""
-    engine = telling_engine(None)
+    engine = telling_engine(None, state_slots=state_slots)
     submit(engine, "plain", prompt, params)
     return tokens(run(engine)["plain"], index)
 
@@ -104,6 +107,26 @@ def test_what_belongs_together_is_guessed_right(params: SamplingParams, budget: 
     assert model_of(drafter).num_own > 0
     assert not drafter._sequences
     assert drafter._waiting.tokens == 0
+    drafter.check()
+
+
+@pytest.mark.parametrize("params", [LONG, SAMPLED], ids=["greedy", "sampled"])
+def test_what_is_owed_comes_with_its_states_again(params: SamplingParams) -> None:
+    """The model's tokens depend on its states, so the head is wrong, and it gets none twice."""
+    drafter = head_drafter()
+    engine = telling_engine(drafter, state_slots=16)
+    prompts = {str(start): range(start, start + 9 + start) for start in range(4)}
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt, params)
+    deltas = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(deltas[name]) == plain(prompt, params, state_slots=16)
+    done = counters(engine)
+    assert done.num_draft_tokens > 80
+    assert done.num_accepted_tokens < 8
+    # Each token but the first of a prompt and the last that was said came with the model's state.
+    given = sum(len(prompts[name]) + len(tokens(deltas[name])) - 2 for name in prompts)
+    assert given - 4 * CONFIG.longest_draft <= model_of(drafter).num_given <= given
     drafter.check()
 
 
@@ -299,6 +322,7 @@ def test_few_states_of_steps_are_kept_where_they_are_large(
     lost_at=st.integers(5, 60),
     draft_fails_at=st.integers(0, 30),
     dozes=st.none() | st.integers(0, 1000),
+    state_slots=st.sampled_from([0, 0, 9, 16]),
 )
 def test_whatever_happens_the_tokens_are_the_same(
     mixes: list[dict[str, Any]],
@@ -312,6 +336,7 @@ def test_whatever_happens_the_tokens_are_the_same(
     lost_at: int,
     draft_fails_at: int,
     dozes: int | None,
+    state_slots: int,
 ) -> None:
     shared = [7, 8, 9, 7, 8, 9, 7, 8]
     prompts = {"a": shared, "b": [*shared, 1, 2], "c": [5], "d": [*range(30, 44)]}
@@ -323,24 +348,31 @@ def test_whatever_happens_the_tokens_are_the_same(
         num_blocks=draft_blocks,
         fails=lambda number: number == draft_fails_at,
     )
-    windows = NullOptions(windows=(SEEN,), one_table=True, num_blocks=num_blocks, block_size=8)
+    spare = NullOptions(
+        windows=(SEEN,),
+        one_table=True,
+        num_blocks=num_blocks,
+        block_size=8,
+        state_slots=state_slots,
+    )
     engine = telling_engine(
         drafter,
         dozes=dozes,
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
-        kv_host_memory=1 << 16 if host_memory and caching else 0,
+        kv_host_memory=1 << 16 if host_memory and caching and not state_slots else 0,
+        state_slots=state_slots,
         fails=lambda number: number == fail_at,
         lost_at=lambda number: number == lost_at,
-        fallbacks=[NullModel(windows)],  # which tells no states
+        fallbacks=[NullModel(spare)],  # which tells no states
     )
     for name, prompt in prompts.items():
         submit(engine, name, prompt, params[name])
     deltas = run(engine)
-    check_completions(deltas, prompts, params, plain)
+    check_completions(deltas, prompts, params, partial(plain, state_slots=state_slots))
     done = counters(engine)
-    if not some and not any("logprobs" in mix for mix in mixes):
+    if not some and not state_slots and not any("logprobs" in mix for mix in mixes):
         assert done.num_accepted_tokens == done.num_draft_tokens
     assert not drafter._sequences
     assert drafter._waiting.tokens == 0

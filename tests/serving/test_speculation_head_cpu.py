@@ -38,6 +38,7 @@ from tests.exporter import checkpoints
 from tests.exporter.heads import HIDDEN, TARGET, Head
 from tests.serving.speculating import Eager
 
+SLOTS = {"state_reads": 0, "state_writes": 1}  # of a row by itself
 PROMPTS = [checkpoints.tokens(seed, 9 + 8 * seed).tolist() for seed in range(4)]
 MIX = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
@@ -122,7 +123,18 @@ def test_guesses_are_what_the_head_says_without_a_cache(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, head_path = pair
-    seen: list[tuple[list[int], list[int]]] = []  # tokens of a request, and its guesses
+    seen = noted_guesses(monkeypatch)
+    config = SpeculationConfig("eagle3", 4, model=head_path, kv_cache_tokens=1024)
+    with opened(path, config, enable_prefix_caching=False) as llm:
+        outputs(llm)
+    draft = Artifact.read(head_path).manifest.model.draft
+    assert draft is not None
+    check_guesses(seen, path, head_path, hidden_layers=draft.target_layers)
+
+
+def noted_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each greedy request that is guessed for from now on, and its guesses."""
+    seen: list[tuple[list[int], list[int]]] = []
     propose = HeadDrafter.propose
 
     def noting(
@@ -137,24 +149,30 @@ def test_guesses_are_what_the_head_says_without_a_cache(
         return found
 
     monkeypatch.setattr(HeadDrafter, "propose", noting)
-    config = SpeculationConfig("eagle3", 4, model=head_path, kv_cache_tokens=1024)
-    with opened(path, config, enable_prefix_caching=False) as llm:
-        outputs(llm)
+    return seen
+
+
+def check_guesses(
+    seen: Sequence[tuple[list[int], list[int]]], path: Path, head_path: Path, **telling: Any
+) -> None:
+    """They are what the head says when all of a sequence is computed anew, without a cache.
+
+    `telling` are options by which the model tells what the head reads.
+    """
     assert len(seen) > 8
-    draft = Artifact.read(head_path).manifest.model.draft
-    assert draft is not None
+    spec = Artifact.read(head_path).manifest.model
+    assert spec.draft is not None
     tokens = np.load(head_path / DRAFT_TOKENS)
-    layers = {"hidden_layers": draft.target_layers}
-    model = load(path, **layers)
+    model = load(path, **telling)
     head = load(head_path)
     try:
         for ids, guess in seen:
-            states = np.empty((len(ids) - 1, draft.features), np.float32)
+            states = np.empty((len(ids) - 1, spec.draft.features), np.float32)
             model.run(replace(inputs_of(model, ids[:-1]), hidden_states=states))
-            own = np.zeros((len(ids) - 1, HIDDEN), np.float32)
+            own = np.zeros((len(ids) - 1, spec.hidden_size), np.float32)
             given, after = states, ids[1:]
             for token in guess:
-                last = np.empty((1, HIDDEN), np.float32)
+                last = np.empty((1, spec.hidden_size), np.float32)
                 inputs = replace(
                     inputs_of(head, after),
                     target_hidden_states=given,
@@ -178,7 +196,10 @@ def load(path: Path, **options: Any) -> Model:
 def inputs_of(model: Model, ids: Sequence[int]) -> Any:
     limits = model.capabilities
     blocks = list(range(1, 1 + -(-len(ids) // limits.block_size)))
-    inputs = step([(list(ids), 0, blocks)], limits)
+    states = {}
+    if limits.state_slots:
+        states = {name: np.array([at], np.int32) for name, at in SLOTS.items()}
+    inputs = step([(list(ids), 0, blocks)], limits, **states)
     return replace(inputs, logits_indices=np.array([len(ids) - 1], np.int32))
 
 

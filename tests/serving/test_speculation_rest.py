@@ -243,6 +243,8 @@ def test_at_rest_nobody_is_asked() -> None:
 class Deaf:
     """Reads nothing of what it is told."""
 
+    reads_final = False
+
     def note_states(self, *_: object) -> None: ...
 
     def note_decodes(self, *_: object) -> None: ...

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -22,7 +19,6 @@ from onnxport.serving.fallback import describe
 from onnxport.serving.linear_attention import rows_for, slots_wanted
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.pooling import Embedder
-from onnxport.serving.speculation.config import SpeculationConfig
 from tests.serving.bench import Bench, name_of
 from tests.serving.helpers import (
     GREEDY,
@@ -36,17 +32,8 @@ from tests.serving.helpers import (
     tokens,
 )
 from tests.serving.pooling import LAST, MEAN, embed
-from tests.serving.prophet import Prophet
 
 PROMPT = list(range(1, 23))
-
-
-class Reader(Prophet):
-    """A guesser that is to be told of the model's hidden states, as heads are."""
-
-    @property
-    def reader(self) -> Any:
-        return self
 
 
 class StateBench(Bench):
@@ -597,11 +584,6 @@ def test_a_model_without_room_for_a_sequence_is_refused() -> None:
         ({"kv_host_memory": 1 << 20}, r": kv_host_memory \(K/V are of no use"),
         ({"kv_disk": "blocks"}, r": kv_disk \(K/V"),
         ({"kv_host_memory": 1 << 20, "kv_disk": "blocks"}, "kv_host_memory and kv_disk"),
-        (
-            {"speculation": SpeculationConfig("eagle3", model=Path("head"))},
-            "speculation by an EAGLE-3 head",
-        ),
-        ({"speculator": Reader(lambda request: [])}, "speculation by an EAGLE-3 head"),
     ],
 )
 def test_options_that_do_not_go_with_states_are_refused(

@@ -53,6 +53,7 @@ EXPORT_OPTIONS = (
     "token",
     "tokenizer",
     "classifier_from_token",
+    "mtp",
 )
 
 
@@ -115,6 +116,13 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         metavar="NO,YES",
         help="judge texts by the logits of these tokens, as Qwen3-Reranker does by no,yes (as the "
         "checkpoint says)",
+    )
+    group.add_argument(
+        "--mtp",
+        action="store_true",
+        default=None,
+        help="export the model's layer of multi-token prediction, too, which guesses tokens ahead "
+        """('{"method": "mtp"}')""",
     )
 
 
@@ -273,7 +281,8 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="guess tokens ahead, for the model to check several at once, which changes none: "
         """'{"method": "ngram", "num_speculative_tokens": 5}', '{"method": "suffix"}' (also by """
         """earlier answers), '{"method": "grammar"}', """
-        """'{"method": "draft_model", "model": "ARTIFACT"}', or eagle3 with a head's (none)""",
+        """'{"method": "draft_model", "model": "ARTIFACT"}', eagle3 with a head's, or """
+        """'{"method": "mtp"}', of a model that was exported with --mtp (none)""",
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from onnxport.cli.arguments import EXPORT_OPTIONS
 from onnxport.cli.export import export, export_options
 from onnxport.errors import CheckpointError, ExportError
+from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.version import __version__
 
 if TYPE_CHECKING:
@@ -85,7 +86,21 @@ def find_artifact(options: argparse.Namespace) -> Path:
             f"{CONFIG_FILE}. Give a folder that `onnxport export` wrote, one of a checkpoint, a "
             "GGUF file, or a hub id."
         )
-    return cached_artifact(source, export_options(options))
+    changes = {"mtp": True} if _guesses_for_itself(options) else {}
+    return cached_artifact(source, export_options(options, **changes))
+
+
+def _guesses_for_itself(options: argparse.Namespace) -> bool:
+    """Whether the model's own layer of multi-token prediction is to guess, which is exported too.
+
+    Raises:
+        CapacityError: the speculative config is not valid.
+    """
+    given = getattr(options, "speculation", None)
+    if given is None:
+        return False
+    config = SpeculationConfig.parse(given)
+    return config.method == "mtp" and config.model is None
 
 
 def is_artifact(source: str) -> bool:

@@ -94,7 +94,7 @@ def export(
             folder = export_head(source, target, destination, options, progress)
         else:
             folder = export_model(source, destination, options, progress)
-    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
     experts = f" with experts in {options.expert_precision}" if options.keeps_experts else ""
     manifest = Artifact.read(folder, check_graphs=False).manifest
     wider = manifest.int8_matrices
