@@ -425,6 +425,8 @@ class RequestOptions:
             of one priority and tenant, those that end sooner are served first.
         only_prompt: whether the prompt alone is of use, with its log probabilities perhaps: the
             last token that is generated may then stand behind the context.
+        tells_progress: whether each step that computes a part of the prompt is told, by a delta
+            without tokens (`CompletionDelta.progress`).
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -436,6 +438,7 @@ class RequestOptions:
     adapter: str | None = None
     timeout_s: float | None = None
     only_prompt: bool = False
+    tells_progress: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

@@ -271,13 +271,26 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
         return await completions.respond(service, request, body)
 
+    @app.post("/chat/completions", response_model=None)
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
         return await chat_completions.respond(service, request, body)
 
+    @app.post("/chat/completions/input_tokens")
+    @app.post("/v1/chat/completions/input_tokens")
+    async def count_chat_tokens(body: ChatRequest) -> dict[str, str | int]:
+        service.adapter_of(body.model)
+        return tokens.counted(await tokens.count(service, body))
+
+    @app.post("/responses", response_model=None)
     @app.post("/v1/responses", response_model=None)
     async def create_response(request: Request, body: ResponsesRequest) -> Response:
         return await responses.respond(service, request, body)
+
+    @app.post("/responses/input_tokens")
+    @app.post("/v1/responses/input_tokens")
+    async def count_response_tokens(body: ResponsesRequest) -> dict[str, str | int]:
+        return await responses.count(service, body)
 
     @app.post(anthropic.PATH, response_model=None)
     async def create_message(request: Request, body: MessagesRequest) -> Response:

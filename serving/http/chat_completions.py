@@ -28,6 +28,7 @@ from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
+from onnxport.serving.http.timings import prompt_progress
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions, ParsedCall
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
@@ -85,7 +86,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     header = Header.new(name, kind, turn.model)
     if body.stream:
         chunks = _chunks(service, job, header, told, body)
-        return await sse.respond(request, chunks, service.ping_interval_s)
+        interval_s = body.ping_interval_s(service.ping_interval_s)
+        return await sse.respond(request, chunks, interval_s)
     usage = told.thinking.usage(job, service.tokenizer)
 
     async def whole() -> dict[str, Any]:
@@ -168,6 +170,9 @@ async def _chunks(
             if (role := choices[index].begin()) is not None:
                 yield chunk(role)
             runs = usage.add(index, delta)
+            if progress := prompt_progress(delta, len(job.prompts[0])):
+                yield chunk(choices[index].nothing()) | progress
+                continue
             for choice in choices[index].take(delta, runs):
                 yield chunk(choice)
     if body.include_usage:
@@ -195,6 +200,10 @@ class _Streamed:
             return None
         self._started = True
         return self._choice({"role": "assistant", "content": ""})
+
+    def nothing(self) -> dict[str, Any]:
+        """Return a chunk without anything of the answer."""
+        return self._choice({})
 
     def take(self, delta: CompletionDelta, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         """Yield what one delta adds, a chunk each; `runs` of its tokens may be reasoning."""

@@ -87,6 +87,7 @@ class Turn:
             functions=functions,
             skip_special_tokens=params.skip_special_tokens,
             is_limited=chat.thinking_token_budget is None,
+            is_parted=chat.reasoning_format != "none",
         )
         if functions and params.structured_outputs is None:  # a form begins behind a closing tag
             thinking = thinking.ending_before(service.tools.format.ends_thought)

@@ -25,6 +25,7 @@ def add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     """Add the endpoints that tell about the server."""
     _add_probes(app, service)
 
+    @app.get("/models")
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": adapters.models(service)}

@@ -12,6 +12,7 @@ from onnxport.serving.http.llama_request import LlamaBody
 from onnxport.serving.http.llama_settings import choose, generation_settings
 from onnxport.serving.http.logprobs import completion_probabilities
 from onnxport.serving.http.service import Service
+from onnxport.serving.http.timings import prompt_progress
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import SamplingParams
 
@@ -94,6 +95,10 @@ class Answer:
             self.usage.completion_tokens = 0
         else:
             self.text += delta.text
+
+    def progress(self, delta: CompletionDelta) -> dict[str, Any]:
+        """Return how much of the prompt is computed, as a part of an event; {}: nothing is told."""
+        return prompt_progress(delta, len(self._prompt.token_ids))
 
     def piece(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[tuple[int, TokenLogprobs]]

@@ -108,7 +108,8 @@ async def respond(
     ]
     if body.stream:
         chunks = _chunks(spaced(service.engine, job), answers, body)
-        return await sse.respond(request, chunks, service.ping_interval_s, end=b"")
+        interval_s = body.ping_interval_s(service.ping_interval_s)
+        return await sse.respond(request, chunks, interval_s, end=b"")
 
     async def whole() -> dict[str, Any] | list[dict[str, Any]]:
         results = [Collected() for _ in answers]
@@ -139,6 +140,8 @@ async def _chunks(
         async for choice, delta in deltas:
             answer = answers[choice]
             answer.add(delta)
+            if progress := answer.progress(delta):
+                yield answer.piece("", [], []) | progress
             if (delta.text or delta.token_ids) and not body.only_prompt:
                 yield answer.piece(delta.text, delta.token_ids, token_logprobs(delta))
             if delta.finish_reason is not None:

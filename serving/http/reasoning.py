@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
 from onnxport.serving.http.generation import Job, Run, Usage
 from onnxport.serving.http.service import Service, Tokenizer
@@ -32,6 +33,7 @@ class Thinking:
         functions: whose calls are messages of their own in the answer.
         spelled: special tokens that have to be in the text.
         budget: of requests that give none.
+        is_parted: whether it is told apart; else it is a part of the content.
     """
 
     is_known: bool
@@ -41,6 +43,7 @@ class Thinking:
     functions: tuple[str, ...] = ()
     spelled: tuple[int, ...] = ()
     budget: int | None = None
+    is_parted: bool = True
 
     @classmethod
     def of(
@@ -53,6 +56,7 @@ class Thinking:
         functions: Functions,
         skip_special_tokens: bool,
         is_limited: bool = True,
+        is_parted: bool = True,
     ) -> Thinking:
         """Return what a prompt says.
 
@@ -64,20 +68,37 @@ class Thinking:
             functions: that were offered.
             skip_special_tokens: whether reasoning has none.
             is_limited: whether it has the server's budget where it has none of its own.
+            is_parted: see the attribute.
+
+        Raises:
+            RequestError: functions were offered, and calls could not be told from thoughts.
         """
         known, tools = service.reasoning, service.tools
         if known is None:
             return cls(False)
         ids = map(service.tokenizer.token_to_id, known.marks)
+        thought = known.thought(prompt, continued)
+        if thought is not None and functions and not is_parted:
+            raise RequestError(
+                'reasoning_format is "none", which leaves thoughts in the content, where calls of '
+                "tools could not be told from them; leave it out, or send no tools",
+                "reasoning_format",
+            )
         return cls(
             True,
-            known.thought(prompt, continued),
+            thought,
             is_told,
             tools.hidden(functions, skip_special_tokens=skip_special_tokens),
             tuple(functions) if tools.format.has_channels else (),
             tuple(one for one in ids if one is not None),
             service.thinking_token_budget if is_limited else None,
+            is_parted,
         )
+
+    @property
+    def parted_thought(self) -> Thought | Channels | None:
+        """What is told apart; None: nothing is."""
+        return self.thought if self.is_parted else None
 
     def ending_before(self, texts: tuple[str, ...]) -> Thinking:
         """Return what is done where these texts, too, end a thought, and begin the answer."""
@@ -104,20 +125,20 @@ class Thinking:
 
     def usage(self, job: Job, tokenizer: Tokenizer) -> Usage:
         """Return what counts the tokens of a job."""
-        if not self.is_known:
+        if not self.is_known or not self.is_parted:
             return Usage(job)
         given = self.thought, tokenizer, self.functions
         return Usage(job, [ReasoningCounter(*given) for _ in range(job.num_choices)])
 
     def fields(self, reasoning: str) -> dict[str, str | None]:
         """Return the fields of a message or of a part of one."""
-        if not self.is_known:
+        if not self.is_known or not self.is_parted:
             return {}
         return dict.fromkeys(REASONING_NAMES, (self.is_told and reasoning) or None)
 
     def parted(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the answer of a whole text."""
-        splits = splitter(self.thought, self.functions).parts(text, is_last=True)
+        splits = splitter(self.parted_thought, self.functions).parts(text, is_last=True)
         reasoning = "".join(each.reasoning for each in splits)
         content = "".join(each.content for each in splits)
         return TextFilter(self.hidden).take(reasoning, is_last=True), content
@@ -158,7 +179,7 @@ class DeltaSplitter:
     """Splits the deltas of one choice into those of its reasoning and those of its answer."""
 
     def __init__(self, thinking: Thinking) -> None:
-        self._splitter = splitter(thinking.thought, thinking.functions)
+        self._splitter = splitter(thinking.parted_thought, thinking.functions)
         self._filter = TextFilter(thinking.hidden)
 
     @property

@@ -47,6 +47,24 @@ class Span:
         }
 
 
+def prompt_progress(delta: CompletionDelta, num_prompt: int) -> dict[str, Any]:
+    """Return what llama.cpp calls `prompt_progress`, as a part of a chunk; {}: nothing is told.
+
+    Args:
+        delta: that tells how much is computed; what has tokens does not.
+        num_prompt: tokens of the prompt.
+    """
+    if delta.progress is None:
+        return {}
+    told = {
+        "total": num_prompt,
+        "cache": delta.num_cached_tokens,
+        "processed": delta.progress.num_computed,
+        "time_ms": round(1e3 * delta.progress.elapsed_s),
+    }
+    return {"prompt_progress": told}
+
+
 def _rates(what: str, count: int, elapsed_s: float) -> dict[str, Any]:
     """Return a number of tokens, their time, and how these go together; 0 where one is missing."""
     return {

@@ -146,6 +146,28 @@ def _prompt(service: Service, body: ChatRequest) -> str:
     return encode(service, chat.messages, chat.offered_tools(), chat, MOST_TOKENS).text
 
 
+async def count(service: Service, body: ChatRequest) -> int:
+    """Return how many tokens the prompt of a chat has.
+
+    Raises:
+        RequestError: the chat has none.
+    """
+    chat = body.with_effort(service.template, service.reasoning)
+    tools = chat.offered_tools()
+    encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, MOST_TOKENS)
+    prompt = encoded.token_ids
+    if chat.truncate_prompt_tokens is not None:
+        params = chat.sampling_params(service.defaults, service.tools)
+        longest = service.engine.capabilities.max_model_len
+        prompt = chat.truncated(prompt, longest, params.max_tokens)
+    return len(prompt)
+
+
+def counted(num_tokens: int) -> dict[str, str | int]:
+    """Return OpenAI's answer to how many tokens a prompt has."""
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = service.tokenizer
     if body.content is not None:

@@ -182,13 +182,13 @@ async def test_caches_slots_and_adapters(asking: Asking) -> None:
 @pytest.mark.asyncio
 async def test_values_that_change_nothing_and_what_to_do_instead(asking: Asking) -> None:
     await asking.params(
-        **{"min_keep": 1, "t_max_predict_ms": 0, "return_progress": False, "return_tokens": False},
+        **{"min_keep": 1, "t_max_predict_ms": 0, "verbose": False, "return_tokens": False},
         **{"post_sampling_probs": False, "timings_per_token": False, "grammar": ""},
     )
     for name, value, advice in (
         ("min_keep", 2, "top_k"),
         ("t_max_predict_ms", 100, "timeout_s"),
-        ("return_progress", True, "send null or False"),
+        ("verbose", True, "apply-template"),
         ("return_tokens", True, "return_token_ids"),
         ("post_sampling_probs", True, "processed_logprobs"),
     ):
