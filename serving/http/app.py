@@ -67,8 +67,8 @@ class AppOptions:
 
     Attributes:
         defaults: how requests that do not say are sampled; by itself OpenAI's defaults.
-        api_keys: one of them is required as a bearer token for `middleware.PROTECTED`; clients of
-            Anthropic's API may send `x-api-key`. None leave the server open. Where there are
+        api_keys: one of them is required as a bearer token for `middleware.PROTECTED`; or as
+            the header `x-api-key`. None leave the server open. Where there are
             several, each is a tenant of its own; otherwise the field `user` names the tenant.
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.

@@ -126,7 +126,7 @@ def _props(service: Service) -> dict[str, Any]:
         "total_slots": engine.max_num_seqs,
         "model_alias": service.model_name,
         "model_path": service.model_name,  # where it lies is nobody's business
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": False, "video": False, "audio": False},
         "endpoint_slots": True,
         "endpoint_props": False,  # nothing can be changed
         "endpoint_metrics": True,

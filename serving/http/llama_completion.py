@@ -96,7 +96,12 @@ async def respond(
     name = f"cmpl-{take_id(request, None)}"
     adapter = service.adapter_of(body.model)
     options = asked.completion.options(key_tenant(request), service.request_timeout_s, adapter)
-    options = replace(options, only_prompt=body.only_prompt)
+    options = replace(
+        options,
+        only_prompt=body.only_prompt,
+        ends_at_context=True,
+        tells_drawn=bool(body.post_sampling_probs),
+    )
     check_total(params, 0, (params.max_tokens or 0) * len(given))
     interval = body.stream_interval or service.stream_interval
     each = [one.token_ids for one in given]

@@ -34,8 +34,13 @@ class Prompted(NamedTuple):
 def prompts(value: Any) -> list[str | Mixed]:
     """Return each prompt of a request: a text, or a list of token ids and texts.
 
-    A list with a token id in it is one prompt; any other list is one of prompts.
+    A list with a token id in it is one prompt; any other list is one of prompts. An object has a
+    text, as llama.cpp has it where images go with it.
+
+    Raises:
+        RequestError: there are images, or sounds.
     """
+    value = [_text_of(one) for one in value] if isinstance(value, list) else _text_of(value)
     if isinstance(value, list) and not (value and _is_one(value)):
         if not value or len(value) > MOST_PROMPTS or not all(map(_is_prompt, value)):
             raise _wrong()
@@ -43,6 +48,21 @@ def prompts(value: Any) -> list[str | Mixed]:
     if not _is_prompt(value):
         raise _wrong()
     return [value]
+
+
+def _text_of(value: Any) -> Any:
+    """Return the text of an object that has one, and anything else as it is."""
+    match value:
+        case {"prompt_string": str(text), "multimodal_data": [] | None} if len(value) == 2:
+            return text
+        case {"prompt_string": str(text)} if len(value) == 1:
+            return text
+        case {"prompt_string": str(), "multimodal_data": _}:
+            raise RequestError(
+                "prompt has multimodal_data, and this server reads text alone; leave it out",
+                "prompt",
+            )
+    return value
 
 
 def _is_one(value: list[Any]) -> bool:
@@ -99,7 +119,9 @@ def _joined(tokenizer: Tokenizer, parts: Sequence[int | str], most: int) -> list
             more = " at least" if place + 1 < len(parts) else ""
             raise CapacityError(
                 f"the prompt has {len(token_ids)} tokens{more}, and the context length is {most} "
-                "tokens; shorten it"
+                "tokens; shorten it",
+                len(token_ids),
+                most,
             )
     return token_ids
 
@@ -171,6 +193,8 @@ def _no_bias(one: Any) -> RequestError:
 def by_id(given: Biases, tokenizer: Tokenizer) -> dict[int, float]:
     """Return what is added to each token; of a text all tokens get its bias.
 
+    Those that several texts give a token add up, as far as a bias may go.
+
     Raises:
         RequestError: a text holds half of a character.
     """
@@ -179,5 +203,6 @@ def by_id(given: Biases, tokenizer: Tokenizer) -> dict[int, float]:
     found: dict[int, float] = {}
     for token, bias in given:
         for token_id in [token] if isinstance(token, int) else next(encoded):
-            found[token_id] = found.get(token_id, 0.0) + bias
+            total = found.get(token_id, 0.0) + bias
+            found[token_id] = total if total == -math.inf else min(max(total, -MAX_BIAS), MAX_BIAS)
     return found

@@ -79,6 +79,11 @@ class Tokenizer(Protocol):
         """Return what gives the text of the tokens that follow `prompt`."""
         ...
 
+    @property
+    def eos_token_ids(self) -> Collection[int]:
+        """The tokens that end a generation."""
+        ...
+
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it."""
         ...

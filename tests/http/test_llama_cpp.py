@@ -339,12 +339,12 @@ def delta(*times: float) -> CompletionDelta:
 
 def test_times_of_several_sequences() -> None:
     span = Span()
-    nothing = span.body(5, 0, 0)
+    nothing = span.body(5, 0, 0, 0)
     assert nothing["prompt_n"] == 5
     assert {*nothing.values()} == {0, 5}
     for one in (delta(), delta(10.0, 12.0, 12.0), delta(11.0, 13.0, 15.0), delta(10.0, 12.0, 14.0)):
         span.add(one)
-    assert span.body(50, 20, 8) == {
+    assert span.body(50, 20, 8, 3) == {
         "cache_n": 20,
         "prompt_n": 30,
         "prompt_ms": 3000.0,
@@ -352,10 +352,12 @@ def test_times_of_several_sequences() -> None:
         "prompt_per_second": 10.0,
         "predicted_n": 8,
         "predicted_ms": 2000.0,
-        "predicted_per_token_ms": 250.0,
-        "predicted_per_second": 4.0,
+        "predicted_per_token_ms": 400.0,
+        "predicted_per_second": 2.5,
     }
-    all_cached = span.body(50, 50, 1)
+    alone = span.body(50, 20, 3, 3)  # each came with its prompt
+    assert (alone["predicted_per_token_ms"], alone["predicted_per_second"]) == (0.0, 0.0)
+    all_cached = span.body(50, 50, 1, 1)
     assert (all_cached["prompt_n"], all_cached["prompt_per_token_ms"]) == (0, 0.0)
 
 

@@ -127,8 +127,9 @@ async def test_what_it_sends_is_understood(model_folder: Path) -> None:
     assert engine.asked[-1].params.typical_p == 0.9
     assert engine.asked[-1].params.max_tokens is None
     assert engine.asked[-1].options.tells_progress
-    limits: dict[str, Any]
-    for limits in ({"max_completion_tokens": -1}, {"max_tokens": -1, "n_predict": -1}):
+    unlimited: list[dict[str, Any]]
+    unlimited = [{"max_completion_tokens": -1}, {"max_tokens": -1, "n_predict": -1}]
+    for limits in unlimited:
         await client.chat(**limits)
         assert engine.asked[-1].params.max_tokens is None
     for fields in (

@@ -204,7 +204,7 @@ def test_keys(keyed: RunningServer, how: dict[str, Any], monkeypatch: Any) -> No
     answer = httpx.post(f"{keyed.url}/v1/messages", json=ask)
     assert "x-api-key: KEY" in error_of(answer, 401, "authentication_error")
     other = httpx.get(f"{keyed.url}/v1/models", headers={"x-api-key": "right"})
-    assert other.status_code == 401  # of these routes alone
+    assert other.status_code == 200  # which the same clients ask for
 
 
 # Events.
