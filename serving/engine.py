@@ -329,6 +329,15 @@ class Engine:
         """
         return self.deltas(self._sequences.abort(request_id))
 
+    def end_thoughts(self, request_id: str) -> bool:
+        """Close what a request thinks, as if its `thinking_token_budget` was used up now.
+
+        Returns:
+            Whether there may be a thought to close; not where the request is unknown, has no
+            budget, or answers already.
+        """
+        return self._sequences.end_thoughts(request_id)
+
     def step(self) -> list[CompletionDelta]:
         """Compute one batch; returns what it added to each sequence. See `advance`."""
         return self.deltas(self.advance())

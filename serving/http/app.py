@@ -20,6 +20,7 @@ from onnxport.serving.http import (
     chat_completions,
     classification,
     completions,
+    controls,
     embeddings,
     errors,
     infill,
@@ -190,6 +191,7 @@ def create_app(
         options.thinking_token_budget,
         options.stream_interval,
         _infill(engine.tokenizer, options),
+        closes_thoughts=_closes_thoughts(engine, reasoning),
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)
@@ -212,6 +214,7 @@ def create_app(
     _add_generation(app, service)
     information.add_routes(app, service, metrics)
     tokens.add_routes(app, service)
+    controls.add_routes(app, service)
     llama_completion.add_routes(app, service)
     infill.add_routes(app, service)
     embeddings.add_routes(app, service)
@@ -246,6 +249,15 @@ def _check_budget(engine: Engine, known: AnyFormat | None, budget: int | None) -
     tokenizer = engine.tokenizer
     if params.thought is not None and isinstance(tokenizer, Tokenizer):
         thought_budget(params, tokenizer, engine.capabilities.vocab_size)
+
+
+def _closes_thoughts(engine: Engine, known: AnyFormat | None) -> bool:
+    """Whether it is known how the model closes a thought, and it has the tokens for that."""
+    try:
+        _check_budget(engine, known, 0)
+    except RequestError:
+        return False
+    return True
 
 
 def _check_names(names: Sequence[str]) -> None:

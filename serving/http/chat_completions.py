@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from onnxport.serving.http import sse
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.chat_turn import Turn
+from onnxport.serving.http.controls import controlled
 from onnxport.serving.http.generation import (
     Collected,
     Header,
@@ -91,8 +92,10 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     usage = told.thinking.usage(job, service.tokenizer)
 
     async def whole() -> dict[str, Any]:
-        async with aclosing(generate(service.engine, job)) as deltas:
-            results = await collect(deltas, usage)
+        asked = bool(body.reasoning_control)
+        with controlled(service, name, job, is_asked=asked):
+            async with aclosing(generate(service.engine, job)) as deltas:
+                results = await collect(deltas, usage)
         more: dict[str, Any] = {}
         if params.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
@@ -163,18 +166,20 @@ async def _chunks(
         first = {}
         return made
 
-    async with aclosing(spaced(service.engine, job)) as deltas:
-        async for index, delta in deltas:
-            if delta.is_missing:
-                continue
-            if (role := choices[index].begin()) is not None:
-                yield chunk(role)
-            runs = usage.add(index, delta)
-            if progress := prompt_progress(delta, len(job.prompts[0])):
-                yield chunk(choices[index].nothing()) | progress
-                continue
-            for choice in choices[index].take(delta, runs):
-                yield chunk(choice)
+    asked = bool(body.reasoning_control)
+    with controlled(service, header.id, job, is_asked=asked):
+        async with aclosing(spaced(service.engine, job)) as deltas:
+            async for index, delta in deltas:
+                if delta.is_missing:
+                    continue
+                if (role := choices[index].begin()) is not None:
+                    yield chunk(role)
+                runs = usage.add(index, delta)
+                if progress := prompt_progress(delta, len(job.prompts[0])):
+                    yield chunk(choices[index].nothing()) | progress
+                    continue
+                for choice in choices[index].take(delta, runs):
+                    yield chunk(choice)
     if body.include_usage:
         yield header.body([], **{**more, "usage": usage.body()})
 

@@ -49,6 +49,7 @@ class ChatRequest(RequestBody):
     include_reasoning: bool | None = None  # true unless told otherwise
     reasoning_effort: Effort | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None  # llama.cpp's, as these
+    reasoning_control: bool | None = None  # whether `controls` may close a thought
     thinking_budget_tokens: int | None = None  # `told` makes thinking_token_budget of both
     reasoning_budget_tokens: int | None = None
 

@@ -62,7 +62,6 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "echo": (False,),
     "chat_template": (),
     "parse_tool_calls": (True,),
-    "reasoning_control": ANY,  # of what CONTROL_PATH asks for, which is answered there
     "media_io_kwargs": ANY,  # of images and sounds, which are refused
     "mm_processor_kwargs": ANY,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
@@ -20,6 +20,8 @@ from onnxport.serving.split import Split, Stretch
 from onnxport.serving.thought_budget import with_thought
 from onnxport.serving.thoughts import Thought
 
+UNUSED: Final = 1 << 62  # a budget that no thought uses up by itself
+
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
@@ -33,6 +35,7 @@ class Thinking:
         functions: whose calls are messages of their own in the answer.
         spelled: special tokens that have to be in the text.
         budget: of requests that give none.
+        is_closed: whether a client may close a thought while it is open.
         is_parted: whether it is told apart; else it is a part of the content.
     """
 
@@ -44,6 +47,7 @@ class Thinking:
     spelled: tuple[int, ...] = ()
     budget: int | None = None
     is_parted: bool = True
+    is_closed: bool = False
 
     @classmethod
     def of(
@@ -113,7 +117,8 @@ class Thinking:
             RequestError: reasoning has a budget, and it cannot be obeyed.
         """
         if params.thinking_token_budget is None and not _may_forbid_closing(params):
-            params = replace(params, thinking_token_budget=self.budget)
+            budget = UNUSED if self._may_close(params) else self.budget
+            params = replace(params, thinking_token_budget=budget)
         params = with_thought(params, self.thought, is_known=self.is_known)
         if self.spelled:
             spelled = (*params.spelled_token_ids, *self.spelled)
@@ -122,6 +127,10 @@ class Thinking:
         if form is None or self.thought is None:
             return params
         return replace(params, structured_outputs=replace(form, thought=self.thought))
+
+    def _may_close(self, params: SamplingParams) -> bool:
+        """Whether a budget is needed that is used up where the client says so, and no sooner."""
+        return self.is_closed and self.budget is None and params.structured_outputs is None
 
     def usage(self, job: Job, tokenizer: Tokenizer) -> Usage:
         """Return what counts the tokens of a job."""

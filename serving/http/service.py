@@ -167,6 +167,10 @@ class Engine(Protocol):
         """Let no more requests find an adapter."""
         ...
 
+    async def end_thoughts(self, request_id: str) -> bool:
+        """Close what a request thinks; returns whether there may be a thought to close."""
+        ...
+
     @property
     def num_unfinished(self) -> int:
         """Requests that have not ended, those among them that came while a step runs."""
@@ -252,6 +256,8 @@ class Service:
     thinking_token_budget: int | None = None  # of chats that give none
     stream_interval: int = 1  # of streams that give none
     infill: Infill | None = None  # how the model fills in; None: it has no tokens for that
+    closes_thoughts: bool = False  # whether a thought can be closed while it is open
+    thinking: dict[str, str] = field(default_factory=dict)  # chats whose thoughts may be closed
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -13,6 +13,7 @@ import pytest
 from onnxport.serving.http import sse
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.tokenizer import Tokenizer
+from tests.waiting import wait_until
 
 from .conftest import RunningServer, StartServer, _servers
 from .fake import Client, FakeEngine
@@ -200,3 +201,50 @@ async def test_paths_without_v1(model_folder: Path) -> None:
 def test_the_model_s_name_is_told(slow: RunningServer) -> None:
     """The UI shows what the last chunk says, and is served by a name that it was never told."""
     assert {chunk["model"] for chunk in told(chat(slow, **ALWAYS))} == {MODEL}
+
+
+def test_a_thought_is_closed_when_the_client_says_so(start: StartServer) -> None:
+    server = start(texts=TAGS, latency_s=0.1)
+    thought = "<think>" + "a" * 1500  # which takes minutes
+
+    def control(name: str, **fields: Any) -> dict[str, Any]:
+        body = {"id": name, "action": "reasoning_end", **fields}
+        found: dict[str, Any]
+        found = httpx.post(f"{server.url}/v1/chat/completions/control", json=body).json()
+        return found
+
+    def asked(**fields: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": say(thought)}]
+        return {"messages": messages, "temperature": 0, "stream": True, **fields}
+
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=asked(reasoning_control=True)) as response:
+        name, thoughts = "", 0
+        for line in response.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            delta = chunk["choices"][0]["delta"]
+            if delta.get("content"):
+                break
+            thoughts += len(delta.get("reasoning_content") or "")
+            if thoughts > 2 and not name:
+                name = chunk["id"]
+                assert control(name) == {"success": True}
+        assert 2 < thoughts < 1500
+        assert delta["content"].startswith("a")
+        assert not control(name)["success"]  # it answers
+    wait_until(lambda: "is running" in control(name)["message"])
+    with httpx.stream("POST", url, json=asked()) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        name = json.loads(next(lines).removeprefix("data: "))["id"]
+        assert not control(name)["success"]  # nobody has said before that it may be closed
+    assert control("none", action="stop")["error"]["param"] == "action"
+    assert control("none", model="other")["error"]["code"] == "model_not_found"
+
+
+def test_models_without_thoughts_are_asked_in_the_same_way(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": say("yes")}]
+    body = {"messages": messages, "temperature": 0, "reasoning_control": True}
+    for more in ({}, {"response_format": {"type": "json_object"}}, {"bad_words": ["</think>"]}):
+        assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, **more}).is_success
