@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.http.fields import are_ids
 from onnxport.serving.http.generation_fields import MOST_BIASES
+from onnxport.serving.http.prompts import text_of
 from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.params import MAX_BIAS
 
@@ -40,7 +41,7 @@ def prompts(value: Any) -> list[str | Mixed]:
     Raises:
         RequestError: there are images, or sounds.
     """
-    value = [_text_of(one) for one in value] if isinstance(value, list) else _text_of(value)
+    value = [text_of(one) for one in value] if isinstance(value, list) else text_of(value)
     if isinstance(value, list) and not (value and _is_one(value)):
         if not value or len(value) > MOST_PROMPTS or not all(map(_is_prompt, value)):
             raise _wrong()
@@ -48,21 +49,6 @@ def prompts(value: Any) -> list[str | Mixed]:
     if not _is_prompt(value):
         raise _wrong()
     return [value]
-
-
-def _text_of(value: Any) -> Any:
-    """Return the text of an object that has one, and anything else as it is."""
-    match value:
-        case {"prompt_string": str(text), "multimodal_data": [] | None} if len(value) == 2:
-            return text
-        case {"prompt_string": str(text)} if len(value) == 1:
-            return text
-        case {"prompt_string": str(), "multimodal_data": _}:
-            raise RequestError(
-                "prompt has multimodal_data, and this server reads text alone; leave it out",
-                "prompt",
-            )
-    return value
 
 
 def _is_one(value: list[Any]) -> bool:

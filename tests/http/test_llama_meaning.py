@@ -188,3 +188,19 @@ async def test_what_models_and_props_tell(model_folder: Path) -> None:
     assert props["modalities"] == {"vision": False, "video": False, "audio": False}
     params = props["default_generation_settings"]["params"]
     assert (params["max_tokens"], params["seed"]) == (-1, -1)
+
+
+def test_completions_take_the_same_prompts(server: RunningServer) -> None:
+    text = {
+        "content": [{"type": "text", "text": "<|say|>"}, {"type": "text", "text": "ef<|over|>"}]
+    }
+    ids = httpx.post(f"{server.url}/tokenize", json={"content": say("cd")}).json()["tokens"]
+    prompts = [say("ab"), ids, text, {"prompt_string": say("gh")}]
+    asked = {"temperature": 0, "max_tokens": 2}
+    found = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompts, **asked}).json()
+    assert [one["text"] for one in found["choices"]] == ["ab", "cd", "ef", "gh"]
+    image = {"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    wrong: list[Any] = [image, [image], {"content": []}, {"content": "a"}, ["a", 5], ["a", [["b"]]]]
+    for prompt in wrong:
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, **asked})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), prompt
