@@ -521,6 +521,7 @@ def blocks(*content: Any, role: str = "user") -> dict[str, Any]:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
         ({"messages": []}, "messages"),
         (blocks(), "has no blocks"),
         (blocks(IMAGE), "a block of type 'image' was given; models here read text alone"),
