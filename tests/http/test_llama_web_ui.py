@@ -203,6 +203,7 @@ def test_the_model_s_name_is_told(slow: RunningServer) -> None:
     assert {chunk["model"] for chunk in told(chat(slow, **ALWAYS))} == {MODEL}
 
 
+@pytest.mark.slow
 def test_a_thought_is_closed_when_the_client_says_so(start: StartServer) -> None:
     server = start(texts=TAGS, latency_s=0.1)
     thought = "<think>" + "a" * 1500  # which takes minutes
