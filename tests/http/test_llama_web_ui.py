@@ -246,6 +246,6 @@ def test_a_thought_is_closed_when_the_client_says_so(start: StartServer) -> None
 
 def test_models_without_thoughts_are_asked_in_the_same_way(server: RunningServer) -> None:
     messages = [{"role": "user", "content": say("yes")}]
-    body = {"messages": messages, "temperature": 0, "reasoning_control": True}
+    body = {"messages": messages, "temperature": 0, "reasoning_control": True, "max_tokens": 9}
     for more in ({}, {"response_format": {"type": "json_object"}}, {"bad_words": ["</think>"]}):
         assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, **more}).is_success
