@@ -20,7 +20,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan, most_drafted
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
-from onnxport.serving.growth import Growth
+from onnxport.serving.growth import Growth, progress, tells_progress
 from onnxport.serving.guesses import Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.linear_attention import check_options
@@ -328,6 +328,15 @@ class Engine:
         """
         return self.deltas(self._sequences.abort(request_id))
 
+    def end_thoughts(self, request_id: str) -> bool:
+        """Close what a request thinks, as if its `thinking_token_budget` was used up now.
+
+        Returns:
+            Whether there may be a thought to close; not where the request is unknown, has no
+            budget, or answers already.
+        """
+        return self._sequences.end_thoughts(request_id)
+
     def step(self) -> list[CompletionDelta]:
         """Compute one batch; returns what it added to each sequence. See `advance`."""
         return self.deltas(self.advance())
@@ -441,7 +450,9 @@ class Engine:
         self._retries.note_good(len(plan.requests))
         now = self._clock()
         num_before = self._tally.generation_tokens
+        told = [progress(each, now) for each in plan.requests if tells_progress(each)]
         growths, gaps = self._sequences.deliver(drawn, now)
+        growths = told + growths
         growths += self._sequences.deliver_vectors(pooled)
         if arrived:
             more = self._beams.advance(arrived, now)

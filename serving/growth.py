@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.serving.grammar import failure_of
-from onnxport.serving.outputs import CompletionDelta, Failure, FinishReason, TokenLogprobs
+from onnxport.serving.outputs import (
+    CompletionDelta,
+    Failure,
+    FinishReason,
+    PromptProgress,
+    TokenLogprobs,
+)
 from onnxport.serving.repetition import STOP_REASON
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import RowLogprobs
@@ -47,6 +53,7 @@ class Growth:
     times: tuple[float, float, float] | None = None  # see `CompletionDelta`
     cumulative_logprob: float | None = None  # see `CompletionDelta`
     embedding: NDArray[np.float32] | None = None  # see `CompletionDelta`
+    progress: PromptProgress | None = None  # see `CompletionDelta`
 
     def delta(self, name: Naming) -> CompletionDelta:
         """Return it with its text; once, and in order. Any thread may, while steps go on.
@@ -81,6 +88,7 @@ class Growth:
             self.times,
             self.cumulative_logprob,
             self.embedding,
+            self.progress,
         )
 
     def _spell(self, stream: TextStream) -> str:
@@ -156,6 +164,20 @@ def ending(request: Request, reason: FinishReason, failure: Failure | None = Non
         failure: why `reason` is "error".
     """
     return _growth(Drawn(request, ()), 0, "", 0, End(reason, None, failure))
+
+
+def tells_progress(request: Request) -> bool:
+    """Whether a step that has computed a part of a sequence is told: it was one of the prompt."""
+    return request.options.tells_progress and not request.num_output_tokens
+
+
+def progress(request: Request, now_s: float) -> Growth:
+    """Return how much of the prompt of a sequence without output is computed."""
+    scheduled_s = request.times.scheduled_s
+    assert scheduled_s is not None, "a step has computed a part of it"
+    growth = Growth(request.request_id, request.index, request.num_cached_tokens)
+    growth.progress = PromptProgress(request.num_computed_tokens, now_s - scheduled_s)
+    return growth
 
 
 def _append(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> Added:

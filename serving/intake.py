@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from onnxport.errors import RequestError
 from onnxport.kv.prefix import KeyChain, root_key
@@ -14,7 +15,7 @@ from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.beams import BeamGroup, Beginning
 from onnxport.serving.classifying import NO_CLASSES, Classifier, ClassPooler
-from onnxport.serving.config import EngineConfig
+from onnxport.serving.config import EngineConfig, LogprobsMode
 from onnxport.serving.dry import dry_of
 from onnxport.serving.infill_sampler import infill_rule
 from onnxport.serving.limits import beams_total, max_total_tokens, token_array
@@ -32,6 +33,7 @@ from onnxport.serving.thought_budget import thought_budget
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.truncation import Around, cut
 
+DRAWN: Final[LogprobsMode] = "processed_logprobs"  # `RequestOptions.tells_drawn`
 SEED_STEP = 0x9E3779B97F4A7C15  # odd and wild: completions of one request draw their own numbers
 
 
@@ -115,7 +117,11 @@ class Intake:
         text = prompt if isinstance(prompt, str) else None
         tokens = self._tokens(prompt, limits)
         longest = max_total_tokens(
-            len(tokens), params.max_tokens, limits, only_prompt=options.only_prompt
+            len(tokens),
+            params.max_tokens,
+            limits,
+            only_prompt=options.only_prompt,
+            ends_at_context=options.ends_at_context,
         )
         if params.use_beam_search:
             longest = beams_total(len(tokens), params, longest, limits)
@@ -171,7 +177,7 @@ class Intake:
                 grammar=grammar.sequence(len(tokens)) if grammar else None,
                 adapter=adapter,
                 text=text_stream(),
-                logprobs_mode=self._config.logprobs_mode,
+                logprobs_mode=DRAWN if options.tells_drawn else self._config.logprobs_mode,
                 infill=infill,
             )
 

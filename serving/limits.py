@@ -35,7 +35,12 @@ def token_array(token_ids: Iterable[int], vocab_size: int) -> array[int]:
 
 
 def max_total_tokens(
-    num_prompt: int, max_tokens: int | None, limits: Capabilities, *, only_prompt: bool = False
+    num_prompt: int,
+    max_tokens: int | None,
+    limits: Capabilities,
+    *,
+    only_prompt: bool = False,
+    ends_at_context: bool = False,
 ) -> int:
     """Return how long prompt and output together may get, in tokens.
 
@@ -46,11 +51,15 @@ def max_total_tokens(
         max_tokens: as the request asks.
         limits: of the model.
         only_prompt: as RequestOptions has it.
+        ends_at_context: likewise.
 
     Raises:
         CapacityError: the context or the whole KV cache is too small; states the arithmetic.
     """
     wanted = 1 if max_tokens is None else max_tokens
+    if ends_at_context:
+        room = longest_total(limits, only_prompt=only_prompt) - num_prompt
+        wanted = min(wanted, max(room, 1))
     total = num_prompt + wanted
     parts = f"{num_prompt} prompt tokens + {wanted} to generate = {total}"
     if only_prompt:
@@ -58,7 +67,9 @@ def max_total_tokens(
     if total > limits.max_model_len + only_prompt:
         raise CapacityError(
             f"{parts}, and the context length is {limits.max_model_len} tokens; "
-            "shorten the prompt or ask for fewer tokens"
+            "shorten the prompt or ask for fewer tokens",
+            num_prompt,
+            limits.max_model_len,
         )
     groups = CacheGroups(limits.windows, limits.block_size)
     needed = groups.resident(blocks_for(total - 1, limits.block_size))

@@ -160,6 +160,14 @@ class RankedDocument:
     relevance_score: float
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How much of a prompt is computed."""
+
+    num_computed: int  # tokens, those that were cached among them
+    elapsed_s: float  # since the first step of the request began
+
+
 @dataclass(slots=True)
 class CompletionDelta:
     """What one engine step added to one sequence; the unit of streaming. Not to be changed.
@@ -186,6 +194,8 @@ class CompletionDelta:
     # Of a prompt that is embedded, on the last delta, which is the only one: float32 [dimensions].
     # Of one that is classified float32 [labels].
     embedding: NDArray[np.float32] | None = field(default=None, compare=False)
+    # Of a prompt that is being computed, where it was asked for: there are no tokens then.
+    progress: PromptProgress | None = field(default=None, compare=False)
 
     @property
     def is_missing(self) -> bool:

@@ -425,6 +425,12 @@ class RequestOptions:
             of one priority and tenant, those that end sooner are served first.
         only_prompt: whether the prompt alone is of use, with its log probabilities perhaps: the
             last token that is generated may then stand behind the context.
+        tells_progress: whether each step that computes a part of the prompt is told, by a delta
+            without tokens (`CompletionDelta.progress`).
+        ends_at_context: whether `max_tokens` may be more than there is room for: the answer ends
+            where the context, or the KV cache, does.
+        tells_drawn: whether log probabilities are of what tokens are drawn from, whatever the
+            engine's `logprobs_mode` says; those of a prompt are raw.
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -436,6 +442,9 @@ class RequestOptions:
     adapter: str | None = None
     timeout_s: float | None = None
     only_prompt: bool = False
+    tells_progress: bool = False
+    ends_at_context: bool = False
+    tells_drawn: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

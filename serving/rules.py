@@ -147,6 +147,10 @@ class SequenceRules:
         other._repetitions = None if self._repetitions is None else self._repetitions.fork()
         return other
 
+    def end_thought(self) -> bool:
+        """Let no more of a thought come; returns whether there may be one, and it has a budget."""
+        return self._budget is not None and self._budget.end()
+
     def edits(self, tokens: array[int], assumed: Sequence[int] = ()) -> RowEdits:
         """Return what changes in the logits of the next token.
 

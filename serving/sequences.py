@@ -157,6 +157,12 @@ class Sequences:
                 growths += self.end(request, "abort")
         return growths
 
+    def end_thoughts(self, request_id: str) -> bool:
+        """Let no more of a request's thoughts come; see `Engine.end_thoughts`."""
+        rules = [each.rules for each in self._groups.get(request_id, ())]
+        ended = [one.end_thought() for one in rules if one is not None]  # all of them
+        return any(ended)
+
     def abort_all(self) -> list[Growth]:
         """End every sequence."""
         return [growth for request_id in list(self._groups) for growth in self.abort(request_id)]

@@ -112,6 +112,14 @@ class SequenceBudget:
                 return budget.in_characters[byte]
         return budget.closing.get(splitter.begun_close, budget.closing[""])
 
+    def end(self) -> bool:
+        """Let no more of a thought come; returns whether there may be one."""
+        if self._splitter is None:
+            return False
+        most = min(self._budget.num_tokens, self._num_thought)
+        self._budget = replace(self._budget, num_tokens=most)
+        return True
+
     def fork(self) -> SequenceBudget:
         """Return one that has read the same tokens, and goes on on its own."""
         other = copy(self)

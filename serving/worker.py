@@ -169,6 +169,14 @@ class AsyncEngine:
         """
         await self._between_steps(lambda: self._engine.adapters.unload(name))
 
+    async def end_thoughts(self, request_id: str) -> bool:
+        """Close what a request thinks, between two steps; see `Engine.end_thoughts`.
+
+        Raises:
+            OnnxportError: the engine is closed or has failed.
+        """
+        return await self._between_steps(lambda: self._engine.end_thoughts(request_id))
+
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener`, in the engine's thread, what happens from now on."""
         with self._wakeup:

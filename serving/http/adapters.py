@@ -60,6 +60,7 @@ def add_routes(app: FastAPI, service: Service, *, allowed: bool) -> None:
 
 def models(service: Service) -> list[dict[str, Any]]:
     """Return OpenAI's model object of all that requests can name, with vLLM's further fields."""
+    loaded = service.engine.capabilities
     base = {
         "id": service.model_name,
         "object": "model",
@@ -67,7 +68,8 @@ def models(service: Service) -> list[dict[str, Any]]:
         "owned_by": "onnxport",
         "root": service.model_name,
         "parent": None,
-        "max_model_len": service.engine.capabilities.max_model_len,
+        "max_model_len": loaded.max_model_len,
+        "meta": {"n_ctx": loaded.max_model_len, "n_vocab": loaded.vocab_size},  # llama.cpp's
     }
     adapters = service.engine.adapters
     change: list[dict[str, Any]] = [{"id": name} for name in service.aliases]

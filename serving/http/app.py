@@ -20,6 +20,7 @@ from onnxport.serving.http import (
     chat_completions,
     classification,
     completions,
+    controls,
     embeddings,
     errors,
     infill,
@@ -67,8 +68,8 @@ class AppOptions:
 
     Attributes:
         defaults: how requests that do not say are sampled; by itself OpenAI's defaults.
-        api_keys: one of them is required as a bearer token for `middleware.PROTECTED`; clients of
-            Anthropic's API may send `x-api-key`. None leave the server open. Where there are
+        api_keys: one of them is required as a bearer token for `middleware.PROTECTED`; or as
+            the header `x-api-key`. None leave the server open. Where there are
             several, each is a tenant of its own; otherwise the field `user` names the tenant.
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
@@ -190,6 +191,7 @@ def create_app(
         options.thinking_token_budget,
         options.stream_interval,
         _infill(engine.tokenizer, options),
+        closes_thoughts=_closes_thoughts(engine, reasoning),
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)
@@ -212,6 +214,7 @@ def create_app(
     _add_generation(app, service)
     information.add_routes(app, service, metrics)
     tokens.add_routes(app, service)
+    controls.add_routes(app, service)
     llama_completion.add_routes(app, service)
     infill.add_routes(app, service)
     embeddings.add_routes(app, service)
@@ -248,6 +251,15 @@ def _check_budget(engine: Engine, known: AnyFormat | None, budget: int | None) -
         thought_budget(params, tokenizer, engine.capabilities.vocab_size)
 
 
+def _closes_thoughts(engine: Engine, known: AnyFormat | None) -> bool:
+    """Whether it is known how the model closes a thought, and it has the tokens for that."""
+    try:
+        _check_budget(engine, known, 0)
+    except RequestError:
+        return False
+    return True
+
+
 def _check_names(names: Sequence[str]) -> None:
     if "" in names or len(set(names)) < len(names):
         raise RequestError(
@@ -271,13 +283,26 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
         return await completions.respond(service, request, body)
 
+    @app.post("/chat/completions", response_model=None)
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
         return await chat_completions.respond(service, request, body)
 
+    @app.post("/chat/completions/input_tokens")
+    @app.post("/v1/chat/completions/input_tokens")
+    async def count_chat_tokens(body: ChatRequest) -> dict[str, str | int]:
+        service.adapter_of(body.model)
+        return tokens.counted(await tokens.count(service, body))
+
+    @app.post("/responses", response_model=None)
     @app.post("/v1/responses", response_model=None)
     async def create_response(request: Request, body: ResponsesRequest) -> Response:
         return await responses.respond(service, request, body)
+
+    @app.post("/responses/input_tokens")
+    @app.post("/v1/responses/input_tokens")
+    async def count_response_tokens(body: ResponsesRequest) -> dict[str, str | int]:
+        return await responses.count(service, body)
 
     @app.post(anthropic.PATH, response_model=None)
     async def create_message(request: Request, body: MessagesRequest) -> Response:

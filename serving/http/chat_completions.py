@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from onnxport.serving.http import sse
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.chat_turn import Turn
+from onnxport.serving.http.controls import controlled
 from onnxport.serving.http.generation import (
     Collected,
     Header,
@@ -28,6 +29,7 @@ from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
+from onnxport.serving.http.timings import prompt_progress
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions, ParsedCall
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
@@ -85,12 +87,15 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     header = Header.new(name, kind, turn.model)
     if body.stream:
         chunks = _chunks(service, job, header, told, body)
-        return await sse.respond(request, chunks, service.ping_interval_s)
+        interval_s = body.ping_interval_s(service.ping_interval_s)
+        return await sse.respond(request, chunks, interval_s)
     usage = told.thinking.usage(job, service.tokenizer)
 
     async def whole() -> dict[str, Any]:
-        async with aclosing(generate(service.engine, job)) as deltas:
-            results = await collect(deltas, usage)
+        asked = bool(body.reasoning_control)
+        with controlled(service, name, job, is_asked=asked):
+            async with aclosing(generate(service.engine, job)) as deltas:
+                results = await collect(deltas, usage)
         more: dict[str, Any] = {}
         if params.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
@@ -161,15 +166,20 @@ async def _chunks(
         first = {}
         return made
 
-    async with aclosing(spaced(service.engine, job)) as deltas:
-        async for index, delta in deltas:
-            if delta.is_missing:
-                continue
-            if (role := choices[index].begin()) is not None:
-                yield chunk(role)
-            runs = usage.add(index, delta)
-            for choice in choices[index].take(delta, runs):
-                yield chunk(choice)
+    asked = bool(body.reasoning_control)
+    with controlled(service, header.id, job, is_asked=asked):
+        async with aclosing(spaced(service.engine, job)) as deltas:
+            async for index, delta in deltas:
+                if delta.is_missing:
+                    continue
+                if (role := choices[index].begin()) is not None:
+                    yield chunk(role)
+                runs = usage.add(index, delta)
+                if progress := prompt_progress(delta, len(job.prompts[0])):
+                    yield chunk(choices[index].nothing()) | progress
+                    continue
+                for choice in choices[index].take(delta, runs):
+                    yield chunk(choice)
     if body.include_usage:
         yield header.body([], **{**more, "usage": usage.body()})
 
@@ -195,6 +205,10 @@ class _Streamed:
             return None
         self._started = True
         return self._choice({"role": "assistant", "content": ""})
+
+    def nothing(self) -> dict[str, Any]:
+        """Return a chunk without anything of the answer."""
+        return self._choice({})
 
     def take(self, delta: CompletionDelta, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         """Yield what one delta adds, a chunk each; `runs` of its tokens may be reasoning."""

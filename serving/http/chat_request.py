@@ -48,6 +48,10 @@ class ChatRequest(RequestBody):
     documents: Annotated[list[dict[str, Any]], Field(max_length=MOST_DOCUMENTS)] | None = None
     include_reasoning: bool | None = None  # true unless told otherwise
     reasoning_effort: Effort | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None  # llama.cpp's, as these
+    reasoning_control: bool | None = None  # whether `controls` may close a thought
+    thinking_budget_tokens: int | None = None  # `told` makes thinking_token_budget of both
+    reasoning_budget_tokens: int | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
@@ -63,6 +67,7 @@ class ChatRequest(RequestBody):
             )
         self._check_names()
         self._check_tool_choice()
+        self._check_reasoning_format()
         check_variables(self.chat_template_kwargs)
         both = None not in (self.max_tokens, self.max_completion_tokens)
         if both and self.max_tokens != self.max_completion_tokens:
@@ -84,6 +89,14 @@ class ChatRequest(RequestBody):
                     "give each a name of its own",
                     f"tools.{index}.function.name",
                 )
+
+    def _check_reasoning_format(self) -> None:
+        if self.include_reasoning is False and self.reasoning_format == "none":
+            raise RequestError(
+                'reasoning_format is "none", which leaves thoughts in the content, and '
+                "include_reasoning is false, which leaves them out; send one of them",
+                "reasoning_format",
+            )
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -87,7 +87,10 @@ class Turn:
             functions=functions,
             skip_special_tokens=params.skip_special_tokens,
             is_limited=chat.thinking_token_budget is None,
+            is_parted=chat.reasoning_format != "none",
         )
+        if chat.reasoning_control and service.closes_thoughts:
+            thinking = replace(thinking, is_closed=True)
         if functions and params.structured_outputs is None:  # a form begins behind a closing tag
             thinking = thinking.ending_before(service.tools.format.ends_thought)
         interval = chat.stream_interval or service.stream_interval

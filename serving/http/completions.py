@@ -37,6 +37,7 @@ from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.prompts import encode
 from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
+from onnxport.serving.http.timings import prompt_progress
 from onnxport.serving.infill import Infill
 from onnxport.serving.logprob_limits import check_total
 from onnxport.serving.outputs import TokenLogprobs
@@ -80,7 +81,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
         echoes = [text for text in texts for _ in range(params.n)]
     if body.stream:
         chunks = _chunks(service, job, header, echoes, body)
-        return await sse.respond(request, chunks, service.ping_interval_s)
+        interval_s = body.ping_interval_s(service.ping_interval_s)
+        return await sse.respond(request, chunks, interval_s)
     usage = Usage(job)
 
     async def whole() -> list[dict[str, Any]]:
@@ -130,6 +132,8 @@ async def _chunks(
             if delta.is_missing:
                 continue
             usage.add(index, delta)
+            prompt = job.prompts[index // job.params.num_sequences]
+            progress = prompt_progress(delta, len(prompt))
             logprobs = None
             if job.params.logprobs is not None:
                 logprobs = told[index].body(token_logprobs(delta))
@@ -140,13 +144,15 @@ async def _chunks(
                 if index in untold:
                     untold.remove(index)
                     ids["prompt_token_ids"] = list(job.prompts[index // job.params.n])
-            if text or delta.finish_reason or ids or (logprobs and logprobs["tokens"]):
+            is_told = text or delta.finish_reason or ids or (logprobs and logprobs["tokens"])
+            if is_told or progress:
                 ends = (delta.finish_reason, delta.stop_reason)
                 if body.continuous_usage:
                     more["usage"] = usage.so_far()
                 if body.timings_per_token:
                     more["timings"] = usage.timings()
-                yield header.body([_choice(index, text, logprobs, *ends) | ids], **more)
+                choice = _choice(index, text, logprobs, *ends) | ids
+                yield header.body([choice], **more, **progress)
     if body.include_usage:
         yield header.body([], **{**more, "usage": usage.body()})
 

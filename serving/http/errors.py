@@ -46,6 +46,7 @@ class ApiError(Exception):
     code: str | None = None
     kind: str = INVALID_REQUEST
     headers: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)  # members, beside those of OpenAI
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
@@ -55,6 +56,7 @@ class ApiError(Exception):
                 "type": self.kind,
                 "param": self.param,
                 "code": self.code,
+                **self.more,
             }
         }
 
@@ -94,7 +96,7 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
         case RequestError():
             return ApiError(400, str(error), error.param)
         case CapacityError():
-            return ApiError(400, str(error), None, "context_length_exceeded")
+            return ApiError(400, str(error), None, "context_length_exceeded", more=_sizes(error))
         case OverloadedError():
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}  # whole seconds
             text = str(error)
@@ -112,6 +114,13 @@ def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
             logger.error("%s failed by a bug of the server", named, exc_info=error)
             text = "the server failed on this request; its log has the reason"
             return ApiError(500, text, kind=SERVER_ERROR)
+
+
+def _sizes(error: CapacityError) -> dict[str, int]:
+    """Return how long prompt and context are, by llama.cpp's names, where that is known."""
+    if error.num_prompt is None or error.num_context is None:
+        return {}
+    return {"n_prompt_tokens": error.num_prompt, "n_ctx": error.num_context}
 
 
 def _unreadable(cause: BaseException) -> str:

@@ -33,7 +33,9 @@ NEUTRAL: Mapping[str, Any] = {
     "guided_decoding_backend": ("auto", "guidance"),
     "structural_tag": (),
     **{"min_keep": (0, 1), "t_max_predict_ms": (0, -1)},  # llama.cpp's, as what follows
-    **{"return_progress": (False,), "return_tokens": (False,), "post_sampling_probs": (False,)},
+    **{"return_tokens": (False,), "post_sampling_probs": (False,), "verbose": (False,)},
+    "backend_sampling": ANY,  # of speed alone
+    **dict.fromkeys(("speculative.n_max", "speculative.n_min", "speculative.p_min"), ANY),
     "detokenize": (True,),
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
@@ -45,6 +47,7 @@ OF_ENGINES: Mapping[str, Any] = {
     **{"kv_transfer_params": ({},), "vllm_xargs": ({},)},
     "min_keep": (0, 1),
     **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
+    "return_progress": (False,),
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,
@@ -58,6 +61,7 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "function_call": ("auto", "none"),
     "echo": (False,),
     "chat_template": (),
+    "parse_tool_calls": (True,),
     "media_io_kwargs": ANY,  # of images and sounds, which are refused
     "mm_processor_kwargs": ANY,
 }
@@ -65,6 +69,7 @@ ADVICE: Mapping[str, str] = {  # what else has the effect
     "min_keep": "top_k and top_p may keep more",
     "t_max_predict_ms": "max_tokens and timeout_s limit an answer",
     "return_tokens": "return_token_ids tells them",
+    "verbose": "return_token_ids, and /apply-template, tell what the model was given",
     "post_sampling_probs": "a server has them with --logprobs-mode processed_logprobs",
 }
 NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "prompt_embeds": ()}

@@ -24,9 +24,9 @@ OLDER = {
 
 
 class JsonSchema(_Part):
-    """A named schema. Whether all of it has to be enforced `strict` says."""
+    """A schema; clients of llama.cpp give it no name. How much is enforced `strict` says."""
 
-    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None  # OpenAI needs it
     description: str | None = None
     content: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None

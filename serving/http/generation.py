@@ -110,6 +110,7 @@ class Usage:
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> cached prompt tokens
     span: Span = field(default_factory=Span)
+    begun: set[int] = field(default_factory=set)  # choices that have a token
 
     def __post_init__(self) -> None:
         self.prompt_tokens = sum(map(len, self.job.prompts))
@@ -117,6 +118,8 @@ class Usage:
     def add(self, choice: int, delta: CompletionDelta) -> Sequence[Run]:
         """Count one delta of a choice; returns which of its tokens are reasoning."""
         self.completion_tokens += len(delta.token_ids)
+        if delta.token_ids:
+            self.begun.add(choice)
         self.span.add(delta)
         prompt = choice // self.job.params.num_sequences
         self.cached[prompt] = max(self.cached.get(prompt, 0), delta.num_cached_tokens)
@@ -135,7 +138,8 @@ class Usage:
     def timings(self) -> dict[str, Any]:
         """Return llama.cpp's `timings` so far."""
         cached = sum(self.cached.values())
-        return self.span.body(self.prompt_tokens, cached, self.completion_tokens)
+        begun = min(len(self.begun), self.completion_tokens)  # a token may not be told
+        return self.span.body(self.prompt_tokens, cached, self.completion_tokens, begun)
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""

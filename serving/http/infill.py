@@ -14,7 +14,7 @@ from pydantic import Field
 from onnxport.serving.http.errors import FINAL, ApiError
 from onnxport.serving.http.llama_completion import Asked, respond
 from onnxport.serving.http.llama_prompts import Prompted
-from onnxport.serving.http.llama_request import LlamaBody
+from onnxport.serving.http.llama_request import LlamaBody, without
 from onnxport.serving.http.protocol import MOST_TRUNCATED
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.strict import Strict
@@ -52,7 +52,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
         fills = filling(service)
         service.adapter_of(body.model)
         asked = await Asked.of(service, body)
-        asked = replace(asked, params=fills.ended(asked.params))
+        params = fills.ended(asked.params)
+        if body.ignore_eos:
+            params = without(fills.ends, params)
+        asked = replace(asked, params=params)
         prompt = await asyncio.to_thread(partial(_prompt, service, body, asked.params, fills))
         return await respond(service, request, body, asked, [prompt])
 

@@ -25,6 +25,7 @@ def add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     """Add the endpoints that tell about the server."""
     _add_probes(app, service)
 
+    @app.get("/models")
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": adapters.models(service)}
@@ -125,7 +126,7 @@ def _props(service: Service) -> dict[str, Any]:
         "total_slots": engine.max_num_seqs,
         "model_alias": service.model_name,
         "model_path": service.model_name,  # where it lies is nobody's business
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": False, "video": False, "audio": False},
         "endpoint_slots": True,
         "endpoint_props": False,  # nothing can be changed
         "endpoint_metrics": True,

@@ -31,6 +31,9 @@ async def _joined(
     async with aclosing(deltas):
         try:
             async for choice, delta in deltas:
+                if delta.progress is not None:  # before the first token, so nothing is held
+                    yield choice, delta
+                    continue
                 own = held.setdefault(choice, [])
                 own.append(delta)
                 counts[choice] = counts.get(choice, 0) + len(delta.token_ids)

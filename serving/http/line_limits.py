@@ -85,6 +85,9 @@ async def limited(
         async for delta in deltas:
             if delta.index not in going:
                 continue
+            if delta.progress is not None:  # before the first token, with which time begins
+                yield delta
+                continue
             delta = going[delta.index].seen(delta)
             if delta.finish_reason is not None:
                 del going[delta.index]

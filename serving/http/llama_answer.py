@@ -10,12 +10,14 @@ from onnxport.serving.http.generation import Job, Usage
 from onnxport.serving.http.llama_prompts import Prompted
 from onnxport.serving.http.llama_request import LlamaBody
 from onnxport.serving.http.llama_settings import choose, generation_settings
-from onnxport.serving.http.logprobs import completion_probabilities
+from onnxport.serving.http.logprobs import completion_probabilities, drawn
 from onnxport.serving.http.service import Service
+from onnxport.serving.http.timings import prompt_progress
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import SamplingParams
 
 MOST_TOLD_BIASES: Final = 1 << 18  # in all answers of a request, each of which tells all of them
+ANY_SLOT: Final = -1  # as `id_slot` of requests has it; there are none here
 _BIASES: Final = ("generation_settings", "generation_settings/logit_bias")  # names of fields
 
 
@@ -95,26 +97,35 @@ class Answer:
         else:
             self.text += delta.text
 
+    def progress(self, delta: CompletionDelta) -> dict[str, Any]:
+        """Return how much of the prompt is computed, as a part of an event; {}: nothing is told."""
+        return prompt_progress(delta, len(self._prompt.token_ids))
+
     def piece(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[tuple[int, TokenLogprobs]]
     ) -> dict[str, Any]:
         """Return what every event has."""
         more: dict[str, Any] = {}
         if logprobs:
-            more["completion_probabilities"] = completion_probabilities(
-                self._service.tokenizer, logprobs, self._params.logprobs or 0
-            )
+            more["completion_probabilities"] = self._probabilities(logprobs)
         if self._body.timings_per_token:
             more["timings"] = self.usage.timings()
         return {
             "index": self._index,
             "content": text,
-            "tokens": list(token_ids) if self._body.return_tokens else [],
+            "tokens": list(token_ids) if self._body.return_tokens or self._body.stream else [],
             "stop": False,
+            "id_slot": ANY_SLOT if self._body.id_slot is None else self._body.id_slot,
             "tokens_predicted": self.usage.completion_tokens,
             "tokens_evaluated": self.usage.prompt_tokens,
             **more,
         }
+
+    def _probabilities(self, logprobs: Sequence[tuple[int, TokenLogprobs]]) -> list[dict[str, Any]]:
+        """Return `completion_probabilities` of tokens."""
+        tokenizer, top = self._service.tokenizer, self._params.logprobs or 0
+        told = completion_probabilities(tokenizer, logprobs, top)
+        return drawn(told, self._params) if self._body.post_sampling_probs else told
 
     def whole(self, piece: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is told at the end, or what the request wants of it.
@@ -136,11 +147,17 @@ class Answer:
             "stop_type": kind,
             "stopping_word": word,
             "has_new_line": "\n" in self.text,
-            "truncated": self._prompt.is_cut,
+            "truncated": self._prompt.is_cut or (kind == "limit" and self._fills_context),
             "tokens_cached": sum(self.usage.cached.values()),
             "timings": self.usage.timings(),
         }
         return choose(answer, self._body.response_fields or ())
+
+    @property
+    def _fills_context(self) -> bool:
+        """Whether there is no room for another token."""
+        length = self.usage.prompt_tokens + self.usage.completion_tokens
+        return length >= self._service.engine.capabilities.max_model_len
 
     def _told_prompt(self) -> str:
         told = self._prompt

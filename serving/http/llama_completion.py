@@ -96,7 +96,12 @@ async def respond(
     name = f"cmpl-{take_id(request, None)}"
     adapter = service.adapter_of(body.model)
     options = asked.completion.options(key_tenant(request), service.request_timeout_s, adapter)
-    options = replace(options, only_prompt=body.only_prompt)
+    options = replace(
+        options,
+        only_prompt=body.only_prompt,
+        ends_at_context=True,
+        tells_drawn=bool(body.post_sampling_probs),
+    )
     check_total(params, 0, (params.max_tokens or 0) * len(given))
     interval = body.stream_interval or service.stream_interval
     each = [one.token_ids for one in given]
@@ -108,7 +113,8 @@ async def respond(
     ]
     if body.stream:
         chunks = _chunks(spaced(service.engine, job), answers, body)
-        return await sse.respond(request, chunks, service.ping_interval_s, end=b"")
+        interval_s = body.ping_interval_s(service.ping_interval_s)
+        return await sse.respond(request, chunks, interval_s, end=b"")
 
     async def whole() -> dict[str, Any] | list[dict[str, Any]]:
         results = [Collected() for _ in answers]
@@ -139,6 +145,8 @@ async def _chunks(
         async for choice, delta in deltas:
             answer = answers[choice]
             answer.add(delta)
+            if progress := answer.progress(delta):
+                yield answer.piece("", [], []) | progress
             if (delta.text or delta.token_ids) and not body.only_prompt:
                 yield answer.piece(delta.text, delta.token_ids, token_logprobs(delta))
             if delta.finish_reason is not None:

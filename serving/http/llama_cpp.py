@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.forms import FormFields
@@ -21,6 +23,12 @@ CALLED: Final[Mapping[str, str]] = {  # what it calls fields of ours
     "repetition_penalty": "repeat_penalty",
     "repeat_last_n": "penalty_last_n",
 }
+RENAMED: Final[Mapping[str, str]] = {  # likewise, of which nothing else is to be said
+    "typ_p": "typical_p",
+    "thinking_budget_tokens": "thinking_token_budget",
+    "reasoning_budget_tokens": "thinking_token_budget",
+}
+LIMITS: Final = ("max_tokens", "max_completion_tokens")  # n_predict, of which -1 is none
 LAST_N: Final = 64  # tokens that its penalties count, unless told otherwise
 SAMPLERS: Final = (  # in the order in which they are applied here
     *("dry", "penalties", "temperature", "top_n_sigma", "min_p", "top_k", "typical_p", "top_p"),
@@ -64,6 +72,18 @@ class LlamaCppFields(FormFields):
     cache_prompt: bool | None = None
     id_slot: int | None = None  # of place alone
     lora: list[dict[str, Any]] | None = None
+    typ_p: float | None = None  # typical_p, as the list of samplers and its web UI call it
+    return_progress: bool | None = None
+    sse_ping_interval: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+
+    @property
+    def tells_progress(self) -> bool:
+        """Whether a stream tells how much of the prompt is computed."""
+        return bool(self.return_progress and self.stream)
+
+    def ping_interval_s(self, default_s: float) -> float:
+        """Return after how long a stream tells that it lives, as `sse.respond` has it."""
+        return default_s if self.sse_ping_interval is None else max(0.0, self.sse_ping_interval)
 
     @property
     def has_no_limit(self) -> bool:
@@ -92,6 +112,11 @@ def told(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """
     given = {name: value for name, value in body.items() if value is not None}
     means: dict[str, Any] = {}
+    if unlimited := [name for name in LIMITS if _int(given.get(name)) == -1]:
+        _check_unlimited(unlimited[0], given)
+        given = {name: value for name, value in given.items() if name not in unlimited}
+        given["n_predict"] = -1
+        means = {**dict.fromkeys(unlimited), "n_predict": -1}
     for name, field, value in _meanings(given, is_chat=is_chat):
         if given.get(field, value) != value:
             raise RequestError(
@@ -138,8 +163,23 @@ def _meanings(given: Mapping[str, Any], *, is_chat: bool) -> Iterator[tuple[str,
         yield "repeat_penalty", "repetition_penalty", penalty
         if penalty != 1 and not {"repeat_last_n", "penalty_last_n"} & {*given}:
             yield "repeat_penalty", "repeat_last_n", LAST_N
+    for name, field in RENAMED.items():
+        value = given.get(name)
+        if value is not None and not (value == -1 and field == "thinking_token_budget"):
+            yield name, field, value  # a budget of -1 is the server's
     if given.get("cache_prompt") is False:
         yield "cache_prompt", "skip_reading_prefix_cache", True
+
+
+def _check_unlimited(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse a limit beside one of -1, which is none."""
+    limits = [one for one in (*LIMITS, "n_predict") if given.get(one, -1) != -1]
+    if limits:
+        raise RequestError(
+            f"{name} is -1, which sets no limit, and {limits[0]} is {given[limits[0]]!r}; send one "
+            "of them",
+            name,
+        )
 
 
 def _check_lora(given: Any) -> None:

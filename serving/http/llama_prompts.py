@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.http.fields import are_ids
 from onnxport.serving.http.generation_fields import MOST_BIASES
+from onnxport.serving.http.prompts import text_of
 from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.params import MAX_BIAS
 
@@ -34,8 +35,13 @@ class Prompted(NamedTuple):
 def prompts(value: Any) -> list[str | Mixed]:
     """Return each prompt of a request: a text, or a list of token ids and texts.
 
-    A list with a token id in it is one prompt; any other list is one of prompts.
+    A list with a token id in it is one prompt; any other list is one of prompts. An object has a
+    text, as llama.cpp has it where images go with it.
+
+    Raises:
+        RequestError: there are images, or sounds.
     """
+    value = [text_of(one) for one in value] if isinstance(value, list) else text_of(value)
     if isinstance(value, list) and not (value and _is_one(value)):
         if not value or len(value) > MOST_PROMPTS or not all(map(_is_prompt, value)):
             raise _wrong()
@@ -99,7 +105,9 @@ def _joined(tokenizer: Tokenizer, parts: Sequence[int | str], most: int) -> list
             more = " at least" if place + 1 < len(parts) else ""
             raise CapacityError(
                 f"the prompt has {len(token_ids)} tokens{more}, and the context length is {most} "
-                "tokens; shorten it"
+                "tokens; shorten it",
+                len(token_ids),
+                most,
             )
     return token_ids
 
@@ -171,6 +179,8 @@ def _no_bias(one: Any) -> RequestError:
 def by_id(given: Biases, tokenizer: Tokenizer) -> dict[int, float]:
     """Return what is added to each token; of a text all tokens get its bias.
 
+    Those that several texts give a token add up, as far as a bias may go.
+
     Raises:
         RequestError: a text holds half of a character.
     """
@@ -179,5 +189,6 @@ def by_id(given: Biases, tokenizer: Tokenizer) -> dict[int, float]:
     found: dict[int, float] = {}
     for token, bias in given:
         for token_id in [token] if isinstance(token, int) else next(encoded):
-            found[token_id] = found.get(token_id, 0.0) + bias
+            total = found.get(token_id, 0.0) + bias
+            found[token_id] = total if total == -math.inf else min(max(total, -MAX_BIAS), MAX_BIAS)
     return found

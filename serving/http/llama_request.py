@@ -6,7 +6,8 @@ Source of these: https://github.com/ggml-org/llama.cpp/tree/master/tools/server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final
 
@@ -24,9 +25,14 @@ from onnxport.serving.http.service import Tokenizer
 from onnxport.serving.params import SamplingParams
 
 MOST_FIELDS: Final = 64  # of an answer, that a request names
-OBEYED: Final = ("return_tokens", "t_max_predict_ms")  # elsewhere values that change nothing alone
+OBEYED: Final = (
+    "return_tokens",
+    "t_max_predict_ms",
+    "post_sampling_probs",
+)  # elsewhere values that change nothing alone
 OWN: Final = (  # which no completion knows
     *("return_tokens", "response_fields", "n_cmpl", "n_indent", "t_max_predict_ms", "logit_bias"),
+    "post_sampling_probs",
 )
 NEUTRAL_LLAMA: Final[Mapping[str, Any]] = {
     **{name: values for name, values in NEUTRAL.items() if name not in OBEYED},
@@ -56,6 +62,7 @@ class LlamaBody(LlamaCppFields):
     response_fields: Annotated[list[str], Field(max_length=MOST_FIELDS)] | None = None
     n_indent: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     t_max_predict_ms: Annotated[int, Field(ge=-1, lt=2**53)] | None = None
+    post_sampling_probs: bool | None = None
 
     @model_validator(mode="after")
     def _check_number(self) -> LlamaBody:
@@ -104,7 +111,13 @@ class LlamaBody(LlamaCppFields):
             RequestError: one is out of its range, or a text cannot be encoded.
         """
         params = asked.sampling_params(defaults)
-        if self.logit_bias is None:
-            return params
-        given = await asyncio.to_thread(by_id, self.logit_bias, tokenizer)
-        return replace(params, logit_bias=given)
+        if self.logit_bias is not None:
+            given = await asyncio.to_thread(by_id, self.logit_bias, tokenizer)
+            params = replace(params, logit_bias=given)
+        return without(tokenizer.eos_token_ids, params) if self.ignore_eos else params
+
+
+def without(token_ids: Collection[int], params: SamplingParams) -> SamplingParams:
+    """Return parameters with which these tokens never come, as llama.cpp has it of end tokens."""
+    never = dict.fromkeys(sorted(token_ids), -math.inf)
+    return replace(params, logit_bias={**dict(params.logit_bias), **never})

@@ -18,6 +18,8 @@ def sampling_settings(params: SamplingParams) -> dict[str, Any]:
     last_n = params.repeat_last_n
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+        "max_tokens": -1 if params.max_tokens is None else params.max_tokens,
+        "seed": -1 if params.seed is None else params.seed,
         "temperature": params.temperature,
         "top_k": params.top_k or 0,
         "top_p": params.top_p,
@@ -43,12 +45,10 @@ def generation_settings(params: SamplingParams, *, stream: bool) -> dict[str, An
     form = params.structured_outputs
     return {
         **sampling_settings(params),
-        "max_tokens": -1 if params.max_tokens is None else params.max_tokens,
-        "seed": -1 if params.seed is None else params.seed,
         "stop": params.stop,
         "ignore_eos": params.ignore_eos,
         "logit_bias": [
-            {"token": token_id, "bias": bias if math.isfinite(bias) else False}
+            {"token": token_id, "bias": bias if math.isfinite(bias) else None}
             for token_id, bias in (biases.items() if isinstance(biases, Mapping) else biases)
         ],
         "n_probs": params.logprobs or 0,

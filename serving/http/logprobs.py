@@ -6,12 +6,14 @@ A token may be a part of a character, and is no text then. Its name tells its by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from onnxport.serving.detokenizer import REPLACEMENT
 from onnxport.serving.http.service import Tokenizer
 from onnxport.serving.outputs import Logprob, TokenLogprobs
+from onnxport.serving.params import SamplingParams
 
 LEAST_LOGPROB = -9999.0  # what is told of -inf, which JSON lacks; vLLM's
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # OpenAI's, of completions
@@ -169,6 +171,31 @@ def completion_probabilities(
         }
         for token_id, candidates in tokens
     ]
+
+
+def drawn(entries: Sequence[dict[str, Any]], params: SamplingParams) -> list[dict[str, Any]]:
+    """Return llama.cpp's list with probabilities of what was drawn from, `post_sampling_probs`.
+
+    What could not come is left out.
+
+    Args:
+        entries: of `completion_probabilities`, whose log probabilities are of that.
+        params: where the likeliest token is always taken it is the only one that could come.
+    """
+
+    def one(entry: Mapping[str, Any], prob: float) -> dict[str, Any]:
+        kept = {name: value for name, value in entry.items() if name in ("id", "token", "bytes")}
+        return {**kept, "prob": prob}
+
+    found = []
+    for entry in entries:
+        if params.greedy:
+            found.append({**one(entry, 1.0), "top_probs": [one(entry, 1.0)]})
+            continue
+        top = [one(each, math.exp(each["logprob"])) for each in entry["top_logprobs"]]
+        top = [each for each in top if each["prob"] > 0.0]
+        found.append({**one(entry, math.exp(entry["logprob"])), "top_probs": top})
+    return found
 
 
 def _ranked(candidates: TokenLogprobs) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any, Final
@@ -12,8 +11,8 @@ from fastapi.responses import Response
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import BREAK
-from onnxport.serving.http import anthropic, sse
-from onnxport.serving.http.chat_turn import Turn, encode, events_of
+from onnxport.serving.http import anthropic, sse, tokens
+from onnxport.serving.http.chat_turn import Turn, events_of
 from onnxport.serving.http.errors import JSON, ApiError
 from onnxport.serving.http.generation import unless_disconnected
 from onnxport.serving.http.messages_blocks import CALL_ID
@@ -21,7 +20,6 @@ from onnxport.serving.http.messages_request import CountRequest, MessagesRequest
 from onnxport.serving.http.reasoning import DeltaSplitter
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
-from onnxport.serving.http.tokens import MOST_TOKENS
 from onnxport.serving.http.tool_calls import Parsed
 from onnxport.serving.http.tool_formats.base import ParsedCall
 from onnxport.serving.outputs import CUT, CompletionDelta
@@ -57,14 +55,10 @@ async def respond(service: Service, request: Request, body: MessagesRequest) -> 
 async def count(service: Service, body: CountRequest) -> dict[str, int]:
     """Return how many tokens a prompt has."""
     service.adapter_of(body.model)
-    chat = as_chat(body, service)
     try:
-        chat = chat.with_effort(service.template, service.reasoning)
-        tools = chat.offered_tools()
-        encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, MOST_TOKENS)
+        return {"input_tokens": await tokens.count(service, as_chat(body, service))}
     except RequestError as error:
         raise renamed(error) from error
-    return {"input_tokens": len(encoded.token_ids)}
 
 
 def failed(error: ApiError) -> Event:

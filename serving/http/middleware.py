@@ -16,6 +16,7 @@ from onnxport.serving.http.errors import ApiError
 PROTECTED = (
     *("/v1", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion"),
     *("/embedding", "/infill", "/slots", "/pooling", "/classify", "/score", "/rerank", "/v2"),
+    *("/chat", "/responses", "/models"),  # as under /v1
 )
 PROBES = ("/v1/health",)  # which have no key
 TENANT = "tenant"  # in the state of a request
@@ -44,7 +45,7 @@ class RootPathMiddleware:
 class ApiKeyMiddleware:
     """Refuses requests under PROTECTED, but PROBES, without one of the keys as a bearer token.
 
-    Clients of Anthropic's API may bring it as the header `x-api-key`, too.
+    It may be the header `x-api-key`, too: Anthropic's clients, and llama.cpp's, bring it so.
 
     Where there are several keys, each is a tenant, named by its number and never by itself.
     """
@@ -61,7 +62,7 @@ class ApiKeyMiddleware:
         given = headers.get("authorization", "")
         kind, _, key = given.partition(" ")
         number = self._number(key.strip()) if kind.lower() == "bearer" else None
-        if is_anthropics and (key := headers.get(anthropic.KEY_HEADER, "")):
+        if key := headers.get(anthropic.KEY_HEADER, ""):
             given = given or key
             number = self._number(key.strip()) if number is None else number
         if number is not None:

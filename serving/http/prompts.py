@@ -1,4 +1,4 @@
-"""Prompts in every form of OpenAI's: a text, token ids, or a list of either."""
+"""Prompts in every form of OpenAI's: a text, token ids, or a list of either; and llama.cpp's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,50 @@ from onnxport.serving.http.service import Service
 
 
 def _prompt(value: Any) -> Any:
-    """Return a prompt as it was given."""
+    """Return a prompt as it was given, but for objects, of which their text."""
+    if isinstance(value, dict):
+        value = text_of(value)
+    elif isinstance(value, list) and dict in set(map(type, value)):
+        value = [text_of(one) for one in value]
     if isinstance(value, str) or is_list(value, str) or are_ids(value):
         return value
-    if is_list(value, list) and all(are_ids(one) for one in value):
+    kinds = set(map(type, value)) if isinstance(value, list) else {None}
+    if kinds <= {str, list} and all(isinstance(one, str) or are_ids(one) for one in value):
         return value
-    what = "a text, a list of texts, a list of token ids, or a list of such lists"
+    what = "a text, a list of token ids, or a list of texts and such lists"
     raise PydanticCustomError("union", "should be {what}", {"what": what})
 
 
-Prompts = Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
+def text_of(value: Any) -> Any:
+    """Return the text of an object that llama.cpp has for one, and anything else as it is.
+
+    Raises:
+        RequestError: there is more in it than text.
+    """
+    match value:
+        case {"prompt_string": str(text), "multimodal_data": [] | None} if len(value) == 2:
+            return text
+        case {"prompt_string": str(text)} if len(value) == 1:
+            return text
+        case {"content": [_, *_] as parts} if len(value) == 1 and all(map(_is_text, parts)):
+            return "".join(part["text"] for part in parts)
+        case {"prompt_string": str(), "multimodal_data": _} | {"content": [_, *_]}:
+            raise RequestError(
+                "an object has more than text, such as multimodal_data, and this server reads text "
+                "alone; leave it out",
+                "prompt",
+            )
+    return value
+
+
+def _is_text(part: Any) -> bool:
+    match part:
+        case {"type": "text", "text": str()}:
+            return len(part) == 2
+    return False
+
+
+Prompts = Annotated[str | list[int] | list[str | list[int]], PlainValidator(_prompt)]
 
 
 def each_of(prompts: Prompts, name: str) -> list[str | list[int]]:

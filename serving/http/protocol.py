@@ -172,6 +172,7 @@ class RequestBody(LlamaCppFields):
             cache_salt=self.cache_salt,
             adapter=adapter,
             timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
+            tells_progress=self.tells_progress,
         )
 
     @property

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
 from onnxport.serving.http.generation import Job, Run, Usage
 from onnxport.serving.http.service import Service, Tokenizer
@@ -18,6 +19,8 @@ from onnxport.serving.reasoning import REASONING_NAMES, splitter
 from onnxport.serving.split import Split, Stretch
 from onnxport.serving.thought_budget import with_thought
 from onnxport.serving.thoughts import Thought
+
+UNUSED: Final = 1 << 62  # a budget that no thought uses up by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class Thinking:
         functions: whose calls are messages of their own in the answer.
         spelled: special tokens that have to be in the text.
         budget: of requests that give none.
+        is_closed: whether a client may close a thought while it is open.
+        is_parted: whether it is told apart; else it is a part of the content.
     """
 
     is_known: bool
@@ -41,6 +46,8 @@ class Thinking:
     functions: tuple[str, ...] = ()
     spelled: tuple[int, ...] = ()
     budget: int | None = None
+    is_parted: bool = True
+    is_closed: bool = False
 
     @classmethod
     def of(
@@ -53,6 +60,7 @@ class Thinking:
         functions: Functions,
         skip_special_tokens: bool,
         is_limited: bool = True,
+        is_parted: bool = True,
     ) -> Thinking:
         """Return what a prompt says.
 
@@ -64,20 +72,37 @@ class Thinking:
             functions: that were offered.
             skip_special_tokens: whether reasoning has none.
             is_limited: whether it has the server's budget where it has none of its own.
+            is_parted: see the attribute.
+
+        Raises:
+            RequestError: functions were offered, and calls could not be told from thoughts.
         """
         known, tools = service.reasoning, service.tools
         if known is None:
             return cls(False)
         ids = map(service.tokenizer.token_to_id, known.marks)
+        thought = known.thought(prompt, continued)
+        if thought is not None and functions and not is_parted:
+            raise RequestError(
+                'reasoning_format is "none", which leaves thoughts in the content, where calls of '
+                "tools could not be told from them; leave it out, or send no tools",
+                "reasoning_format",
+            )
         return cls(
             True,
-            known.thought(prompt, continued),
+            thought,
             is_told,
             tools.hidden(functions, skip_special_tokens=skip_special_tokens),
             tuple(functions) if tools.format.has_channels else (),
             tuple(one for one in ids if one is not None),
             service.thinking_token_budget if is_limited else None,
+            is_parted,
         )
+
+    @property
+    def parted_thought(self) -> Thought | Channels | None:
+        """What is told apart; None: nothing is."""
+        return self.thought if self.is_parted else None
 
     def ending_before(self, texts: tuple[str, ...]) -> Thinking:
         """Return what is done where these texts, too, end a thought, and begin the answer."""
@@ -92,7 +117,8 @@ class Thinking:
             RequestError: reasoning has a budget, and it cannot be obeyed.
         """
         if params.thinking_token_budget is None and not _may_forbid_closing(params):
-            params = replace(params, thinking_token_budget=self.budget)
+            budget = UNUSED if self._may_close(params) else self.budget
+            params = replace(params, thinking_token_budget=budget)
         params = with_thought(params, self.thought, is_known=self.is_known)
         if self.spelled:
             spelled = (*params.spelled_token_ids, *self.spelled)
@@ -102,22 +128,26 @@ class Thinking:
             return params
         return replace(params, structured_outputs=replace(form, thought=self.thought))
 
+    def _may_close(self, params: SamplingParams) -> bool:
+        """Whether a budget is needed that is used up where the client says so, and no sooner."""
+        return self.is_closed and self.budget is None and params.structured_outputs is None
+
     def usage(self, job: Job, tokenizer: Tokenizer) -> Usage:
         """Return what counts the tokens of a job."""
-        if not self.is_known:
+        if not self.is_known or not self.is_parted:
             return Usage(job)
         given = self.thought, tokenizer, self.functions
         return Usage(job, [ReasoningCounter(*given) for _ in range(job.num_choices)])
 
     def fields(self, reasoning: str) -> dict[str, str | None]:
         """Return the fields of a message or of a part of one."""
-        if not self.is_known:
+        if not self.is_known or not self.is_parted:
             return {}
         return dict.fromkeys(REASONING_NAMES, (self.is_told and reasoning) or None)
 
     def parted(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the answer of a whole text."""
-        splits = splitter(self.thought, self.functions).parts(text, is_last=True)
+        splits = splitter(self.parted_thought, self.functions).parts(text, is_last=True)
         reasoning = "".join(each.reasoning for each in splits)
         content = "".join(each.content for each in splits)
         return TextFilter(self.hidden).take(reasoning, is_last=True), content
@@ -158,7 +188,7 @@ class DeltaSplitter:
     """Splits the deltas of one choice into those of its reasoning and those of its answer."""
 
     def __init__(self, thinking: Thinking) -> None:
-        self._splitter = splitter(thinking.thought, thinking.functions)
+        self._splitter = splitter(thinking.parted_thought, thinking.functions)
         self._filter = TextFilter(thinking.hidden)
 
     @property

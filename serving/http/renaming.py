@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from onnxport.errors import RequestError
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.errors import JSON, validation_error
+from onnxport.serving.http.llama_cpp import LIMITS
 
 _OF_FUNCTION: Final = re.compile(r"^(tools\.[0-9]+)\.function")  # a level that tools lack there
 
@@ -29,11 +30,19 @@ def as_chat(
         ApiError: a field that both have is of another type than it should be.
     """
     try:
+        _check_limits(body)
         return ChatRequest.model_validate(body)
     except RequestError as error:
         raise renamed(error) from error
     except ValidationError as error:
         raise validation_error(JSON, error.errors(), ChatRequest.model_fields) from error
+
+
+def _check_limits(body: Mapping[str, Any]) -> None:
+    """Refuse what sets no limit in chats of llama.cpp's clients alone."""
+    for name in LIMITS:
+        if body.get(name) == -1:
+            raise RequestError(f"{name} is -1; ask for 1 token or more", name)
 
 
 def with_names(error: RequestError, called: Mapping[str, str]) -> RequestError:

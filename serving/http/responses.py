@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import BREAK
-from onnxport.serving.http import sse
+from onnxport.serving.http import sse, tokens
 from onnxport.serving.http.chat_turn import Turn, events_of
 from onnxport.serving.http.errors import ApiError
 from onnxport.serving.http.generation import token_logprobs, unless_disconnected
@@ -52,6 +52,16 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
         return told.response()
 
     return JSONResponse(await unless_disconnected(request, whole()))
+
+
+async def count(service: Service, body: ResponsesRequest) -> dict[str, str | int]:
+    """Return how many tokens the prompt of a response has."""
+    chat = as_chat(body, service.tools.format.between)
+    service.adapter_of(body.model)
+    try:
+        return tokens.counted(await tokens.count(service, chat))
+    except RequestError as error:
+        raise renamed(error) from error
 
 
 class Told:

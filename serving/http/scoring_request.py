@@ -162,7 +162,7 @@ class RerankRequest(PairsFields):
         if (self.documents is None) == (self.texts is None):
             raise RequestError("send documents, a list of texts; or the same as texts", "documents")
         of_other = (
-            ("top_n", "return_documents", "max_tokens_per_doc", "use_activation", "activation")
+            ("return_documents", "max_tokens_per_doc", "use_activation", "activation")
             if self.is_tei
             else ("return_text", "raw_scores", "truncate")
         )

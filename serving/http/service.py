@@ -79,6 +79,11 @@ class Tokenizer(Protocol):
         """Return what gives the text of the tokens that follow `prompt`."""
         ...
 
+    @property
+    def eos_token_ids(self) -> Collection[int]:
+        """The tokens that end a generation."""
+        ...
+
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it."""
         ...
@@ -160,6 +165,10 @@ class Engine(Protocol):
 
     async def unload_adapter(self, name: str) -> None:
         """Let no more requests find an adapter."""
+        ...
+
+    async def end_thoughts(self, request_id: str) -> bool:
+        """Close what a request thinks; returns whether there may be a thought to close."""
         ...
 
     @property
@@ -247,6 +256,8 @@ class Service:
     thinking_token_budget: int | None = None  # of chats that give none
     stream_interval: int = 1  # of streams that give none
     infill: Infill | None = None  # how the model fills in; None: it has no tokens for that
+    closes_thoughts: bool = False  # whether a thought can be closed while it is open
+    thinking: dict[str, str] = field(default_factory=dict)  # chats whose thoughts may be closed
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Annotated, Any, Final
 
 from fastapi import FastAPI
 from pydantic import Field, PlainValidator, model_validator
@@ -24,7 +25,7 @@ from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.chat_turn import encode
 from onnxport.serving.http.fields import are_ids, check_json
 from onnxport.serving.http.protocol import MOST_DOCUMENTS, MOST_MESSAGES, MOST_TOOLS
-from onnxport.serving.http.service import Service
+from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.http.strict import Strict
 
 LLAMA_CPP: Final = ("add_special", "parse_special", "with_pieces")
@@ -47,7 +48,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     content: str | None = None
     add_special: bool | None = None  # false unless told otherwise
-    parse_special: Literal[True] | None = None  # special tokens that a text spells out are tokens
+    parse_special: bool | None = None  # true: special tokens that a text spells out are tokens
     with_pieces: bool | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = (
         None
@@ -79,6 +80,12 @@ class TokenizeRequest(Strict):
             self._check_alone(LLAMA_CPP, "content")
         else:
             self._check_alone(("add_special_tokens", "return_token_strs"), "prompt or messages")
+        if self.add_special and self.parse_special is False:
+            raise RequestError(
+                "add_special goes with parse_special true; what is put around a text is special "
+                "tokens. Send one of them as false, or leave it out.",
+                "add_special",
+            )
         fields = (
             *("tools", "add_generation_prompt", "continue_final_message"),
             *("chat_template_kwargs", "documents"),
@@ -106,10 +113,14 @@ class DetokenizeRequest(Strict):
 def add_routes(app: FastAPI, service: Service) -> None:
     """Add these endpoints."""
 
+    @cache
+    def plain() -> Tokenizer:  # made where it is asked for, for that takes a second
+        return service.tokenizer.without_special(service.tokenizer.special_spellings())
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.adapter_of(body.model)
-        return await asyncio.to_thread(_tokenize, service, body)
+        return await asyncio.to_thread(_tokenize, service, body, plain)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
@@ -146,9 +157,36 @@ def _prompt(service: Service, body: ChatRequest) -> str:
     return encode(service, chat.messages, chat.offered_tools(), chat, MOST_TOKENS).text
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+async def count(service: Service, body: ChatRequest) -> int:
+    """Return how many tokens the prompt of a chat has.
+
+    Raises:
+        RequestError: the chat has none.
+    """
+    chat = body.with_effort(service.template, service.reasoning)
+    tools = chat.offered_tools()
+    encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, MOST_TOKENS)
+    prompt = encoded.token_ids
+    if chat.truncate_prompt_tokens is not None:
+        params = chat.sampling_params(service.defaults, service.tools)
+        longest = service.engine.capabilities.max_model_len
+        prompt = chat.truncated(prompt, longest, params.max_tokens)
+    return len(prompt)
+
+
+def counted(num_tokens: int) -> dict[str, str | int]:
+    """Return OpenAI's answer to how many tokens a prompt has."""
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
+def _tokenize(
+    service: Service, body: TokenizeRequest, plain: Callable[[], Tokenizer]
+) -> dict[str, Any]:
+    """Return the tokens of a text or a conversation; `plain` makes none of what is spelled."""
     tokenizer = service.tokenizer
     if body.content is not None:
+        if body.parse_special is False:
+            tokenizer = plain()
         tokenizer.check_length(body.content, MOST_TOKENS)
         special = bool(body.add_special)
         tokens = tokenizer.encode(body.content, add_special_tokens=special)

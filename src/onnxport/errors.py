@@ -46,7 +46,18 @@ class DeviceMemoryError(ProviderError):
 
 
 class CapacityError(OnnxportError):
-    """A model or request does not fit the memory or context length that is available."""
+    """A model or request does not fit the memory or context length that is available.
+
+    Attributes:
+        num_prompt, num_context: tokens of a prompt, and of the context that it does not fit; None:
+            it was something else, or was not counted.
+    """
+
+    def __init__(
+        self, message: str, num_prompt: int | None = None, num_context: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.num_prompt, self.num_context = num_prompt, num_context
 
 
 class AdapterError(OnnxportError):

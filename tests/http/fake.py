@@ -98,6 +98,9 @@ class FakeEngine:
             raise UnknownAdapterError(f"no adapter {name}")
         self.adapters.remove(found[0])
 
+    async def end_thoughts(self, request_id: str) -> bool:
+        raise AssertionError("nobody thinks here")
+
     def add_listener(self, listener: Listener) -> None:
         self.listeners.append(listener)
 

@@ -118,6 +118,19 @@ async def test_special_tokens_are_as_they_are_asked_for(model_folder: Path) -> N
         assert answer.json()["usage"]["prompt_tokens"] == len(ids)
 
 
+async def test_texts_may_be_objects_beside_tokens(model_folder: Path) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    async with serving(model_folder) as server:
+        own = vector(server.ids("ab")).tolist()
+        same = [{"content": parts}, {"prompt_string": "ab"}, "ab", server.ids("ab")]
+        assert vectors(await server.post(input=same)) == [own] * 4
+        assert vectors(await server.post(input={"content": parts})) == [own]
+        told = await server.post("/embedding", content=same)
+        assert [one["embedding"] for one in told.json()] == [[own]] * 4
+        image = {"content": [*parts, {"type": "image_url", "image_url": {"url": "data:,"}}]}
+        assert "text alone" in (await server.post(input=image)).json()["error"]["message"]
+
+
 async def test_vectors_are_cut_where_the_model_lets_them(model_folder: Path) -> None:
     async with serving(model_folder, ANY) as server:
         answer = await server.openai.embeddings.create(model="model", input="ab", dimensions=3)

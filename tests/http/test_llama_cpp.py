@@ -182,13 +182,13 @@ async def test_caches_slots_and_adapters(asking: Asking) -> None:
 @pytest.mark.asyncio
 async def test_values_that_change_nothing_and_what_to_do_instead(asking: Asking) -> None:
     await asking.params(
-        **{"min_keep": 1, "t_max_predict_ms": 0, "return_progress": False, "return_tokens": False},
+        **{"min_keep": 1, "t_max_predict_ms": 0, "verbose": False, "return_tokens": False},
         **{"post_sampling_probs": False, "timings_per_token": False, "grammar": ""},
     )
     for name, value, advice in (
         ("min_keep", 2, "top_k"),
         ("t_max_predict_ms", 100, "timeout_s"),
-        ("return_progress", True, "send null or False"),
+        ("verbose", True, "apply-template"),
         ("return_tokens", True, "return_token_ids"),
         ("post_sampling_probs", True, "processed_logprobs"),
     ):
@@ -339,12 +339,12 @@ def delta(*times: float) -> CompletionDelta:
 
 def test_times_of_several_sequences() -> None:
     span = Span()
-    nothing = span.body(5, 0, 0)
+    nothing = span.body(5, 0, 0, 0)
     assert nothing["prompt_n"] == 5
     assert {*nothing.values()} == {0, 5}
     for one in (delta(), delta(10.0, 12.0, 12.0), delta(11.0, 13.0, 15.0), delta(10.0, 12.0, 14.0)):
         span.add(one)
-    assert span.body(50, 20, 8) == {
+    assert span.body(50, 20, 8, 3) == {
         "cache_n": 20,
         "prompt_n": 30,
         "prompt_ms": 3000.0,
@@ -352,10 +352,12 @@ def test_times_of_several_sequences() -> None:
         "prompt_per_second": 10.0,
         "predicted_n": 8,
         "predicted_ms": 2000.0,
-        "predicted_per_token_ms": 250.0,
-        "predicted_per_second": 4.0,
+        "predicted_per_token_ms": 400.0,
+        "predicted_per_second": 2.5,
     }
-    all_cached = span.body(50, 50, 1)
+    alone = span.body(50, 20, 3, 3)  # each came with its prompt
+    assert (alone["predicted_per_token_ms"], alone["predicted_per_second"]) == (0.0, 0.0)
+    all_cached = span.body(50, 50, 1, 1)
     assert (all_cached["prompt_n"], all_cached["prompt_per_token_ms"]) == (0, 0.0)
 
 

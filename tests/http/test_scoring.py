@@ -123,6 +123,8 @@ async def test_documents_are_told_as_is_asked_for(model_folder: Path) -> None:
             assert found["results"] == [
                 {"index": index, "relevance_score": scores[index]} for index in kept
             ]
+            as_tei = await server.answer("/rerank", query="why", texts=DOCUMENTS, top_n=top)
+            assert as_tei == [{"index": index, "score": scores[index]} for index in kept]
         for path in LLAMA:
             found = await server.answer(path, **body)
             assert all("document" not in one for one in found["results"])
@@ -423,8 +425,8 @@ async def test_who_cannot_says_how_to_change_that(model_folder: Path) -> None:
             *("return_text", "does not go with documents"),
         ),
         (
-            *("/rerank", {"query": "a", "texts": ["b"], "top_n": 1}),
-            *("top_n", "does not go with texts"),
+            *("/rerank", {"query": "a", "texts": ["b"], "return_documents": True}),
+            *("return_documents", "does not go with texts"),
         ),
         (
             *("/rerank", {"query": "a", "texts": ["b"], "truncate": True}),

@@ -235,11 +235,6 @@ SCHEMA = "response_format.json_schema.schema"
         ),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         (
-            {"response_format": {**NAMED, "json_schema": {"schema": {}}}},
-            "response_format.json_schema.name",
-            "missing",
-        ),
-        (
             {"response_format": {**NAMED, "json_schema": {"name": "a b", "schema": {}}}},
             "response_format.json_schema.name",
             "pattern",

@@ -10,7 +10,7 @@ from onnxport.errors import CapacityError, OnnxportError, RequestError
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel
 from onnxport.serving.outputs import FINISH_REASONS
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.serving.helpers import (
     GREEDY,
     alone,
@@ -43,6 +43,24 @@ def test_every_chunk_size_gives_the_same_tokens(chunk: int) -> None:
     submit(engine, "a", prompt)
     assert tokens(run(engine)["a"]) == alone(prompt)
     assert engine.stats().num_steps == -(-23 // chunk) + 11
+
+
+def test_each_step_of_a_prompt_is_told_where_that_was_asked_for() -> None:
+    engine = null_engine(max_num_seqs=2, max_num_batched_tokens=10)
+    prompt = list(range(100, 123))
+    options = RequestOptions(tells_progress=True)
+    engine.submit(engine.prepare("told", prompt, GREEDY, options))
+    deltas = run(engine)["told"]
+    assert [one.progress.num_computed for one in deltas if one.progress] == [10, 20, 23]
+    assert [one.token_ids for one in deltas[:3]] == [(), (), ()]
+    assert tokens(deltas) == alone(prompt)
+    engine.submit(engine.prepare("again", prompt, GREEDY, options))
+    submit(engine, "other", prompt)
+    both = run(engine)
+    [last] = [one for one in both["again"] if one.progress]
+    assert last.progress is not None
+    assert 0 < last.num_cached_tokens < last.progress.num_computed == 23
+    assert not any(one.progress for one in both["other"])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -577,3 +577,37 @@ def test_a_thought_is_read_no_further_than_it_goes() -> None:
     one = SequenceBudget(without, 0)
     assert one.forced(array("q", encoded("yes"))) is None
     assert one._splitter is None
+
+
+def test_a_thought_that_is_ended_gets_no_further() -> None:
+    [closing] = encoded("</think>")[:1]
+    budget = thought_budget(params(1 << 62), tokenizer(), tokenizer().vocab_size)
+    assert budget is not None
+    one = SequenceBudget(budget, 0)
+    written = encoded("xyz")
+    assert one.forced(array("q", written)) is None
+    other = one.fork()
+    assert one.end()
+    assert one.end()  # which changes nothing
+    forced = one.forced(array("q", written))
+    assert forced is not None
+    assert forced.ids.tolist() == [closing]
+    assert other.forced(array("q", written)) is None
+    whole = encoded("xyz</think>")
+    assert one.forced(array("q", whole)) is None
+    assert not one.end()  # it answers
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_a_request_that_is_told_to_answer(num_steps: int) -> None:
+    engine = null_engine(tokenizer=tokenizer(), vocab_size=tokenizer().vocab_size)
+    submit(engine, "a", PROMPT, params(1 << 62, max_tokens=40, temperature=0.0))
+    submit(engine, "b", PROMPT, params(1 << 62, max_tokens=40, temperature=0.0))
+    before = [delta for _ in range(num_steps) for delta in engine.step()]
+    assert engine.end_thoughts("a")
+    deltas = run(engine)
+    thought = [delta for delta in before if delta.request_id == "a"]
+    assert "</think>" in text([*thought, *deltas["a"]])
+    assert len(text(thought)) <= text([*thought, *deltas["a"]]).index("</think>")
+    assert "</think>" not in text(deltas["b"])
+    assert not engine.end_thoughts("a")
