@@ -21,7 +21,9 @@ from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.manifest import Manifest
 from onnxport.graphs.spec import ArchSpec
 
-_ASKED: Final = "the layer of multi-token prediction was asked for (--mtp)"
+_ASKED: Final = (
+    "the layer of multi-token prediction was asked for (--mtp, or the speculation method mtp)"
+)
 _LAYER: Final = re.compile(r"layers\.\d+\.")
 
 logger = logging.getLogger(__name__)

@@ -110,7 +110,9 @@ def test_a_checkpoint_without_the_layer_is_refused(
     name: str, sources: Sources, tmp_path: Path
 ) -> None:
     folder = changed(sources[name], tmp_path / "checkpoint", without="product")
-    with pytest.raises(CheckpointError, match=r"\(--mtp\), and the checkpoint holds none: it has"):
+    with pytest.raises(
+        CheckpointError, match=r"method mtp\), and the checkpoint holds none: it has"
+    ):
         export(folder, tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 
