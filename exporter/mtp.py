@@ -21,7 +21,9 @@ from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.manifest import Manifest
 from onnxport.graphs.spec import ArchSpec
 
-_ASKED: Final = "the layer of multi-token prediction was asked for (--mtp)"
+_ASKED: Final = (
+    "the layer of multi-token prediction was asked for (--mtp, or the speculation method mtp)"
+)
 _LAYER: Final = re.compile(r"layers\.\d+\.")
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ def plan_mtp(
     """
     assert family.mtp is not None, "check_family was not asked"
     spec, found = manifest.model, checkpoint.names
-    own = family.mtp(names, spec.num_layers)
+    own = _with_its_experts(family.mtp(names, spec.num_layers, found), family, found)
     product = f"{own.features}.weight"
     if product not in found:
         raise CheckpointError(
@@ -95,6 +97,20 @@ def plan_mtp(
     _check_rest(own, [one for one in unused if one.startswith(names.further)], spec)
     tokens = np.arange(head.vocab_size, dtype=np.int32)
     return DraftHead(plan, tokens, replace(manifest, model=head), files)
+
+
+def _with_its_experts(own: TensorNames, family: Family, found: frozenset[str]) -> TensorNames:
+    """The names with those of the layer's experts, which may be stored otherwise than the model's.
+
+    So it is where only one of both is quantized, for that is done expert by expert.
+    """
+    for layout in (own, *family.layouts):
+        first = own.layer.format(0) + layout.expert_gate_up[0].format(0)
+        if any(name.startswith(first) for name in found):
+            return replace(
+                own, expert_gate_up=layout.expert_gate_up, expert_down=layout.expert_down
+            )
+    return own
 
 
 def _shared(

@@ -214,10 +214,13 @@ class Artifact:
 
 def refuse_head(artifact: Artifact) -> None:
     """Raise ArtifactError where an artifact is a draft head, which says nothing by itself."""
-    if artifact.manifest.model.draft is not None:
+    head = artifact.manifest.model.draft
+    if head is not None:
+        method = "mtp" if head.is_mtp else "eagle3"
         raise ArtifactError(
             f"{artifact.path} is a draft head, and no model: name it where the model that it "
-            'guesses for is served, --speculative-config \'{"method": "eagle3", "model": "…"}\''
+            "guesses for is served, --speculative-config "
+            f'\'{{"method": "{method}", "model": "…"}}\''
         )
 
 

@@ -50,14 +50,17 @@ def refuse_hidden_states(artifact: Artifact, options: LoadOptions, provider: str
     tells = bool(options.hidden_layers) or options.final_states
     if tells or artifact.manifest.model.draft is not None:
         what = "run draft heads" if artifact.manifest.model.draft else "tell hidden states"
+        instead = ""
         if options.final_states:
             what = (
                 "tell hidden states, by which multi-token prediction guesses and of which "
                 "embeddings are made"
             )
+            if instead := without_embeddings(artifact):
+                instead += " and, where mtp guesses, another method"
         raise ProviderError(
             f"the {provider} provider does not {what}; cpu, cuda, webgpu, migraphx and directml do"
-            f"{without_embeddings(artifact) if options.final_states else ''}"
+            f"{instead}"
         )
 
 

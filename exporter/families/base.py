@@ -134,10 +134,14 @@ class TensorNames:
         )
 
     def fit(self, found: frozenset[str]) -> bool:
-        """Whether a checkpoint with the tensors `found` may be named so."""
+        """Whether a checkpoint with the tensors `found` may be named so.
+
+        What guesses further tokens may have its experts in another way than the model.
+        """
         (experts, *_) = self.expert_gate_up
         return self.embedding in found and (
-            "{}" in experts or any(name.endswith(experts) for name in found)
+            "{}" in experts
+            or any(name.endswith(experts) and not name.startswith(self.further) for name in found)
         )
 
 
@@ -153,15 +157,20 @@ class Family:
     tensors: TensorNames = TensorNames()
     other_layouts: tuple[TensorNames, ...] = ()  # that its checkpoints may have instead
     further_layers: tuple[str, ...] = ()  # keys: how many layers behind the last guess more tokens
-    # (names, number of layers) -> the names of the first layer of multi-token prediction, of which
-    # those of embedding and head may be absent, and then are the model's; None: it is not read.
-    mtp: Callable[[TensorNames, int], TensorNames] | None = None
+    # (the model's names, its number of layers, all tensors) -> the names of the first layer of
+    # multi-token prediction, of which those of embedding and head may be absent, and then are the
+    # model's, and those of experts may be another layout's; None: it is not read.
+    mtp: Callable[[TensorNames, int, frozenset[str]], TensorNames] | None = None
     head_tells: bool = False  # without `tie_word_embeddings` a head is tied that is not stored
+
+    @property
+    def layouts(self) -> tuple[TensorNames, ...]:
+        """Names that its checkpoints may have."""
+        return self.tensors, *self.other_layouts
 
     def names_in(self, found: frozenset[str]) -> TensorNames:
         """The names that a checkpoint with the tensors `found` gives them."""
-        layouts = (self.tensors, *self.other_layouts)
-        layouts = (*layouts, *map(_without_head, layouts))
+        layouts = (*self.layouts, *map(_without_head, self.layouts))
         fitting = [one for one in layouts if one.fit(found)]
         # What may have experts may have none, whose names would tell.
         fitting = fitting or [one for one in layouts if one.embedding in found] or [self.tensors]

@@ -9,7 +9,7 @@ from typing import Any, Final
 from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.families.mtp import beside_the_model
+from onnxport.exporter.families.mtp import FURTHER, beside_the_model
 from onnxport.exporter.families.qwen3_next import TENSORS, check_said, hybrid_spec
 from onnxport.exporter.families.wrapped import newer_names, wrapped
 from onnxport.graphs.spec import ArchSpec
@@ -62,7 +62,7 @@ def _layouts(names: TensorNames) -> tuple[TensorNames, ...]:
     return newer_names(names, _OF_IMAGES), names
 
 
-_DENSE: Final = _layouts(TensorNames(norm_offset=1.0, further=("mtp.",)))
+_DENSE: Final = _layouts(TensorNames(norm_offset=1.0, further=FURTHER))
 # Published files have one tensor of all experts, and transformers writes each for itself.
 _WITH_EXPERTS: Final = (
     *_layouts(

@@ -10,7 +10,7 @@ from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import experts_spec, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.families.mtp import beside_the_model
+from onnxport.exporter.families.mtp import FURTHER, beside_the_model
 from onnxport.exporter.families.qwen3_moe import sparse_layers
 from onnxport.exporter.ropeconfig import rope_parameters
 from onnxport.graphs.linear_spec import LinearAttentionSpec
@@ -137,7 +137,7 @@ TENSORS: Final = TensorNames(
     shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_down=("mlp.shared_expert.down_proj",),
     norm_offset=1.0,
-    further=("mtp.",),
+    further=FURTHER,
 )
 FAMILY: Final = Family(
     name="qwen3_next",

@@ -110,7 +110,9 @@ def test_a_checkpoint_without_the_layer_is_refused(
     name: str, sources: Sources, tmp_path: Path
 ) -> None:
     folder = changed(sources[name], tmp_path / "checkpoint", without="product")
-    with pytest.raises(CheckpointError, match=r"\(--mtp\), and the checkpoint holds none: it has"):
+    with pytest.raises(
+        CheckpointError, match=r"method mtp\), and the checkpoint holds none: it has"
+    ):
         export(folder, tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 
@@ -199,16 +201,58 @@ def test_an_older_artifact_is_replaced_with_its_layer(sources: Sources, tmp_path
         assert [one.name for one in tmp_path.iterdir()] == ["artifact"]
 
 
-def test_a_layer_in_fp8_is_read_as_the_model_is(tmp_path: Path) -> None:
-    """As DeepSeek publishes it: the product of both is in FP8, too."""
+def joined(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors with one for all experts of a layer, of layers that begin so."""
+    split = [name for name in tensors if name.startswith(prefix) and ".experts." in name]
+    found = {name: one for name, one in tensors.items() if name not in split}
+    for start in sorted({name.partition("experts.")[0] + "experts." for name in split}):
+        count = len([name for name in split if name.startswith(start)]) // 3
+        gates, ups, downs = (
+            [tensors[f"{start}{number}.{kind}_proj.weight"] for number in range(count)]
+            for kind in ("gate", "up", "down")
+        )
+        pairs = zip(gates, ups, strict=True)
+        found[f"{start}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        found[f"{start}down_proj"] = torch.stack(downs)
+    return found
+
+
+def test_a_layer_may_be_stored_otherwise_than_the_model(tmp_path: Path) -> None:
+    """With one tensor of all experts, or one of each, as the model has not; or within the model."""
+    folder = tmp_path / "checkpoint"
+    make(LAYERS["qwen3.5, experts"], folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    within = {
+        f"model.{name}" if name.startswith("mtp.") else name: tensors[name] for name in tensors
+    }
+    expected = None
+    for stored in (tensors, joined(tensors, "model."), joined(tensors, "mtp."), within):
+        save_file(dict(stored), path)
+        export_model(folder, tmp_path / "plain", ExportOptions(precision="fp32", overwrite=True))
+        options = ExportOptions(precision="fp32", mtp=True, overwrite=True)
+        layer = export_model(folder, tmp_path / "artifact", options) / MTP_FOLDER
+        found = (layer / "model.onnx.data").read_bytes()
+        assert found == (expected or found)
+        expected = found
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_layer_in_fp8_is_read_as_the_model_is(tmp_path: Path, in_fp8: bool) -> None:
+    """As DeepSeek publishes it: with a product of both that is not in FP8, or is, as others do."""
     make(LAYERS["deepseek v3"], tmp_path / "checkpoint")
     scaling, config = CASES_IN_FP8["blocks"]
+    product = "model.layers.3.eh_proj.weight"
+    plain = load_file(tmp_path / "checkpoint" / "model.safetensors")[product]
     stored, meant = quantize(tmp_path / "checkpoint", scaling, None)
-    assert stored["model.layers.3.eh_proj.weight"].dtype == torch.float8_e4m3fn
-    found = []
+    assert stored[product].dtype == torch.float8_e4m3fn
+    if not in_fp8:
+        stored[product] = meant[product] = plain
+        stored = {name: one for name, one in stored.items() if name != f"{product}_scale_inv"}
+    found = list[np.ndarray]()
     for tensors, told in ((stored, config), (meant, None)):
         save_file(tensors, tmp_path / "checkpoint" / "model.safetensors")
         edit_config(tmp_path / "checkpoint", quantization_config=told)
         _, layer = export(tmp_path / "checkpoint", tmp_path / f"artifact-{len(found)}")
         found.append(np.load(layer.path / "golden.npz")["logits"])
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])

@@ -124,6 +124,8 @@ def test_what_is_not_there_is_refused(models: Mapping[str, Path], tmp_path: Path
         LLM(plain, provider="cpu", speculation=CONFIG)
     head = export_head(Head().make(tmp_path / "head"), tmp_path / "target", tmp_path / "eagle")
     own = models["glm4-moe"] / MTP_FOLDER
+    with pytest.raises(ArtifactError, match=r'no model: name it .*"method": "mtp", "model"'):
+        LLM(own, provider="cpu")
     for method, path, words in (
         ("eagle3", own, "is a layer of multi-token prediction, which the speculation method eagle"),
         ("draft_model", own, "cannot use; the method for it is mtp"),
