@@ -29,6 +29,7 @@ MAX_DRY_LENGTH = 1 << 20
 MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
 MAX_DYNATEMP = 100.0  # of range and exponent
 MAX_TAU, MAX_ETA = 100.0, 1.0
+MAX_DECAY = 0.99
 MAX_LAST_N = 1 << 20  # tokens
 DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 SWITCHES = (
@@ -131,6 +132,11 @@ class SamplingParams:
             nothing then.
         mirostat_tau: how much tokens are to surprise, in bits.
         mirostat_eta: which part of what is missing to that each token makes up for.
+        adaptive_target: keep the probability of tokens near this, in [0, 1], of what all else
+            leaves: llama.cpp's sampler adaptive-p, see `onnxport.serving.adapting`. None, or a
+            number below 0, does not. Greedy, or with `mirostat`, it says nothing.
+        adaptive_decay: how much each token counts beside the next one, in [0, 0.99]; about
+            1 / (1 - `adaptive_decay`) tokens count.
         repetition_detection: ends an output that repeats itself; None looks for nothing.
         skip_reading_prefix_cache: compute all of the prompt, whatever the prefix cache has of it;
             others may go on from what was computed.
@@ -190,6 +196,8 @@ class SamplingParams:
     mirostat: int = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
+    adaptive_target: float | None = None
+    adaptive_decay: float = 0.9
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool = False
     use_beam_search: bool = False
@@ -295,6 +303,7 @@ class SamplingParams:
             "xtc_probability": self.xtc_probability > 0.0,
             "dynatemp_range": self.dynatemp_range > 0.0,
             "mirostat": self.mirostat != 0,
+            "adaptive_target": self.adaptive_target is not None,
             "infill": self.infill,
             "repetition_detection": detection is not None and detection.is_on,
         }
@@ -322,6 +331,11 @@ class SamplingParams:
         _check_integer("mirostat", self.mirostat, 0, 2)
         _check("mirostat_tau", self.mirostat_tau, 0.0, MAX_TAU)
         _check("mirostat_eta", self.mirostat_eta, 0.0, MAX_ETA)
+        if self.adaptive_target is not None:
+            _check("adaptive_target", self.adaptive_target, -math.inf, 1.0)
+            if self.adaptive_target < 0.0:  # llama.cpp's way to say "none"
+                object.__setattr__(self, "adaptive_target", None)
+        _check("adaptive_decay", self.adaptive_decay, 0.0, MAX_DECAY)
 
     def _check_repetitions(self) -> None:
         """Check what is said of DRY."""

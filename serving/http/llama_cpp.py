@@ -14,7 +14,7 @@ SAMPLED: Final = (  # what the engine has by the same names
     *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     *("dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta"),
-    "repeat_last_n",
+    *("repeat_last_n", "adaptive_target", "adaptive_decay"),
 )
 CALLED: Final[Mapping[str, str]] = {  # what it calls fields of ours
     "max_tokens": "n_predict",
@@ -27,6 +27,7 @@ SAMPLERS: Final = (  # in the order in which they are applied here
     "xtc",
 )
 INFILL: Final = "infill"  # comes behind them where it is asked for
+ADAPTIVE: Final = "adaptive_p"  # the last one, wherever a list has it
 OFF: Final[Mapping[str, Mapping[str, Any]]] = {  # as if a sampler was not there
     "dry": {"dry_multiplier": 0.0},
     "penalties": {
@@ -39,6 +40,7 @@ OFF: Final[Mapping[str, Mapping[str, Any]]] = {  # as if a sampler was not there
     "typical_p": {"typical_p": 1.0},
     "top_p": {"top_p": 1.0},
     "xtc": {"xtc_probability": 0.0},
+    ADAPTIVE: {"adaptive_target": None},
 }
 OTHER_NAMES: Final[Mapping[str, str]] = {
     **{"typ_p": "typical_p", "typ": "typical_p", "typical": "typical_p"},
@@ -47,6 +49,7 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 LETTERS: Final[Mapping[str, str]] = {
     **{"d": "dry", "e": "penalties", "t": "temperature", "s": "top_n_sigma", "m": "min_p"},
     **{"k": "top_k", "y": "typical_p", "p": "top_p", "x": "xtc", "i": INFILL},
+    "a": ADAPTIVE,
 }
 NEVER_THE_LIKELIEST: Final = {"top_n_sigma", "min_p", "top_k", "top_p"}  # is what these leave out
 MOST_SAMPLERS = 64  # of a list
@@ -183,7 +186,7 @@ def with_samplers(given: Sequence[str] | str, params: SamplingParams) -> Samplin
             token might be drawn than in ours.
     """
     names = _sampler_names(given)
-    left_out = [name for name in SAMPLERS if name not in names]
+    left_out = [name for name in OFF if name not in names]
     if params.mirostat:
         left_out = [name for name in left_out if name in ("dry", "penalties")]
     off = {field: value for name in left_out for field, value in OFF[name].items()}
@@ -220,11 +223,11 @@ def _sampler_names(given: Sequence[str] | str) -> list[str]:
         spelled = [name.replace("-", "_") for name in given[: MOST_SAMPLERS + 1]]
     names = [OTHER_NAMES.get(name, name) for name in spelled]
     for number, name in enumerate(names):
-        is_known = name in SAMPLERS or name == INFILL
+        is_known = name in OFF or name == INFILL
         if not is_known or name in names[:number]:
             what = "is there twice" if is_known else "is not known"
             raise RequestError(
-                f"samplers has {name[:40]!r}, which {what}; it may have {', '.join(SAMPLERS)} and "
+                f"samplers has {name[:40]!r}, which {what}; it may have {', '.join(OFF)} and "
                 f"{INFILL}, or be a text of the letters {''.join(LETTERS)}",
                 "samplers",
             )
