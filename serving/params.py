@@ -30,6 +30,7 @@ MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
 MAX_DYNATEMP = 100.0  # of range and exponent
 MAX_TAU, MAX_ETA = 100.0, 1.0
 MAX_DECAY = 0.99
+MAX_SCALE = 1000.0  # of an adapter
 MAX_LAST_N = 1 << 20  # tokens
 DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 SWITCHES = (
@@ -434,7 +435,10 @@ class RequestOptions:
         tenant: whose request it is; the "fair" policy shares between tenants.
         cache_salt: requests share cached K/V with requests of the same salt alone.
         adapter: the name of a loaded LoRA adapter, which changes the model for this request; None:
-            the model alone.
+            `adapter_scales` say it.
+        adapter_scales: loaded adapters, by name, and what each is times in the sum that changes the
+            model; kept as pairs, in the order of names. None, with no `adapter`: what the engine
+            has for all, which is the model alone unless it was told otherwise.
         timeout_s: seconds from arrival after which the request ends with "timeout"; of requests
             of one priority and tenant, those that end sooner are served first.
         only_prompt: whether the prompt alone is of use, with its log probabilities perhaps: the
@@ -448,6 +452,7 @@ class RequestOptions:
     tenant: str = ""
     cache_salt: str | None = None
     adapter: str | None = None
+    adapter_scales: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
     timeout_s: float | None = None
     only_prompt: bool = False
 
@@ -457,10 +462,27 @@ class RequestOptions:
             _check("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
         if not isinstance(self.tenant, str):
             raise RequestError(f"tenant is {self.tenant!r}; it must be a text", "tenant")
+        self._take_scales()
         if self.cache_salt == "":
             raise RequestError(
                 "cache_salt is empty; give it a secret text, or leave it out", "cache_salt"
             )
+
+    def _take_scales(self) -> None:
+        """Check the scales of adapters, and bring them into their form."""
+        if self.adapter_scales is None:
+            return
+        name = "adapter_scales"
+        if self.adapter is not None:
+            raise RequestError(
+                f"adapter is {self.adapter!r}, and {name} are given, too; give one of them", name
+            )
+        scales = dict(self.adapter_scales)
+        for each, scale in scales.items():
+            if not isinstance(each, str):
+                raise RequestError(f"{name} has {each!r}; name adapters by their texts", name)
+            _check(name, scale, -MAX_SCALE, MAX_SCALE)
+        object.__setattr__(self, name, tuple(sorted(scales.items())))
 
 
 _KINDS = {

@@ -11,7 +11,7 @@ from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.states import NO_TOKENS, Kept
 from onnxport.kv.table import BlockTable
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.adapting import Feedback, feedback
 from onnxport.serving.classifying import ClassPooler
 from onnxport.serving.config import LogprobsMode

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.forms import FormFields
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.http.strict import Strict
+from onnxport.serving.params import MAX_SCALE, SamplingParams
 
 SAMPLED: Final = (  # what the engine has by the same names
     *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
@@ -53,6 +56,17 @@ LETTERS: Final[Mapping[str, str]] = {
 }
 NEVER_THE_LIKELIEST: Final = {"top_n_sigma", "min_p", "top_k", "top_p"}  # is what these leave out
 MOST_SAMPLERS = 64  # of a list
+MOST_LORAS: Final = 256
+
+
+class LoraScale(Strict):
+    """What an adapter is times, which is named by its number."""
+
+    id: Annotated[int, Field(ge=0, lt=2**31)]
+    scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]
+
+
+LoraScales = Annotated[list[LoraScale], Field(max_length=MOST_LORAS, fail_fast=True)]
 
 
 class LlamaCppFields(FormFields):
@@ -66,7 +80,7 @@ class LlamaCppFields(FormFields):
     timings_per_token: bool | None = None
     cache_prompt: bool | None = None
     id_slot: int | None = None  # of place alone
-    lora: list[dict[str, Any]] | None = None
+    lora: LoraScales | None = None
 
     @property
     def has_no_limit(self) -> bool:
@@ -103,7 +117,6 @@ def told(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
                 name,
             )
         means[field] = value
-    _check_lora(given.get("lora"))
     _check_slot(given.get("id_slot"))
     if given.get("grammar") == "":  # which is none
         means["grammar"] = None
@@ -143,19 +156,6 @@ def _meanings(given: Mapping[str, Any], *, is_chat: bool) -> Iterator[tuple[str,
             yield "repeat_penalty", "repeat_last_n", LAST_N
     if given.get("cache_prompt") is False:
         yield "cache_prompt", "skip_reading_prefix_cache", True
-
-
-def _check_lora(given: Any) -> None:
-    """Refuse adapters by number; none, or of none of their weight, is as if nothing was said."""
-    if not isinstance(given, list):
-        return
-    for one in given:
-        if not isinstance(one, dict) or {*one} != {"id", "scale"} or one["scale"] != 0:
-            raise RequestError(
-                f"lora has {repr(one)[:80]}, and adapters have no numbers and no scale here; send "
-                "the name of one as model, and leave lora out",
-                "lora",
-            )
 
 
 def _check_slot(given: Any) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from onnxport.errors import OverloadedError
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.completion_request import CompletionRequest

@@ -177,7 +177,8 @@ async def test_caches_slots_and_adapters(asking: Asking) -> None:
         param, message = await asking.refusal(lora=adapters)
         assert param is not None
         assert param.startswith("lora")
-        assert adapters in ("a", ["a"]) or "model" in message
+        assert adapters in ("a", ["a"]) or "lora" in message
+    assert "GET /lora-adapters" in (await asking.refusal(lora=[{"id": 3, "scale": 0.5}]))[1]
 
 
 @pytest.mark.asyncio
