@@ -114,6 +114,9 @@ struct Kernels {
   // Tallies all values, for Tally::kEdges edges.
   Tally (*tally_all)(const float* values, int64_t count, Weighing weighing, const float* edges);
 
+  // The same without edges.
+  Tally (*tally_logs)(const float* values, int64_t count, Weighing weighing);
+
   // As gather: the values that are in any of the brackets, whose ends are above -inf. As many
   // values of `ahead` are brought near; null: none.
   int64_t (*list)(const float* values, int64_t count, const Brackets& brackets, const float* ahead,

@@ -230,19 +230,19 @@ class Sums {
 
 constexpr int64_t kTogether = 128;  // values whose weights are summed up in float
 
-// With that many of the edges, and the logarithms where there are all.
-template <int kEdges>
+// With that many of the edges, and the logarithms, or of the values below `top`.
+template <int kEdges, bool kWithLogs>
 static inline onnxport::Tally tally_by(const float* values, int64_t count, Weighing by, float top,
                                        const float* edges) {
-  constexpr bool kWithLogs = kEdges == onnxport::Tally::kEdges;
+  constexpr int kRoom = kEdges > 0 ? kEdges : 1;
   const Floats least = Floats{} - 127.f;  // the logarithm of what weighs nothing
   const Vec end = splat(top), none = splat(0.f);
-  Vec bounds[kEdges];
+  Vec bounds[kRoom];
   for (int e = 0; e < kEdges; e++) bounds[e] = splat(edges[e]);
-  Sums weights, logs, above[kEdges];
+  Sums weights, logs, above[kRoom];
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t last = first + kTogether < count ? first + kTogether : count;
-    Vec sum = none, products = none, parts[kEdges];
+    Vec sum = none, products = none, parts[kRoom];
     for (int e = 0; e < kEdges; e++) parts[e] = none;
     sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
       __builtin_prefetch(values + place + kAhead);
@@ -267,11 +267,15 @@ static inline onnxport::Tally tally_by(const float* values, int64_t count, Weigh
 }
 
 onnxport::Tally tally(const float* values, int64_t count, Weighing by, float top, float edge) {
-  return tally_by<1>(values, count, by, top, &edge);
+  return tally_by<1, false>(values, count, by, top, &edge);
 }
 
 onnxport::Tally tally_all(const float* values, int64_t count, Weighing by, const float* edges) {
-  return tally_by<onnxport::Tally::kEdges>(values, count, by, INFINITY, edges);
+  return tally_by<onnxport::Tally::kEdges, true>(values, count, by, INFINITY, edges);
+}
+
+onnxport::Tally tally_logs(const float* values, int64_t count, Weighing by) {
+  return tally_by<0, true>(values, count, by, INFINITY, nullptr);
 }
 
 int64_t list(const float* values, int64_t count, const onnxport::Brackets& brackets,
@@ -405,7 +409,7 @@ onnxport::Spread spread(const float* values, int64_t count, float maximum) {
 
 constexpr onnxport::Kernels kKernels{
     ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
-    gather_bucket, split, tally, tally_all, list, gather_between, copy_allowed, before, moments,
+    gather_bucket, split, tally, tally_all, tally_logs, list, gather_between, copy_allowed, before, moments,
     count_bits, spread};
 
 }  // namespace
