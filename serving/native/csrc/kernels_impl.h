@@ -11,6 +11,7 @@ using onnxport::Bucketing;
 using onnxport::kBuckets;
 using onnxport::kChunk;
 using onnxport::kGroup;
+using onnxport::Nearness;
 using onnxport::Range;
 using onnxport::Weighing;
 
@@ -50,6 +51,37 @@ void weigh(const float* values, int64_t count, Weighing by, float* weights) {
     const Vec w = weight(x, by.maximum, by.scale);
     store_some(weights + place, w, count - place);
   });
+}
+
+static inline Floats part_near(Floats x, Weighing by, Nearness to) {
+  constexpr float kLog2E = 1.44269504f;
+  const Floats chance = part_exp2((x - by.maximum) * by.scale) * to.per_weight;
+  const Floats off = (chance - to.target) * (1.f / Nearness::kWidth);
+  const Floats distance = off < Floats{} ? -off : off;
+  const Floats fall = distance * distance / (distance + 1.f);
+  return part_exp2(fall * (-Nearness::kSharpness * kLog2E));
+}
+
+void near(const float* values, int64_t count, Weighing by, Nearness to, float* weights) {
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    const Vec w = each([&](int p) { return part_near(x.part[p], by, to); });
+    store_some(weights + place, w, count - place);
+  });
+}
+
+void near_sums(const float* values, int64_t count, Weighing by, Nearness to, double* sums) {
+  const Vec lowest = splat(-__FLT_MAX__);
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec sum = splat(0.f);
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+      for (int p = 0; p < kParts; p++) {
+        const Found counts = reaches(x.part[p], lowest.part[p]);  // not what fills up the last one
+        sum.part[p] = add_where(sum.part[p], counts, part_near(x.part[p], by, to));
+      }
+    });
+    sums[begin / kChunk] = sum_of(sum);
+  }
 }
 
 // Asks for the groups of a chunk that `bits` tells of.
@@ -408,7 +440,7 @@ onnxport::Spread spread(const float* values, int64_t count, float maximum) {
 }
 
 constexpr onnxport::Kernels kKernels{
-    ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
+    ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, near, near_sums, gather, bucket,
     gather_bucket, split, tally, tally_all, tally_logs, list, gather_between, copy_allowed, before, moments,
     count_bits, spread};
 

@@ -13,7 +13,6 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kReach = 87.0;  // exp(-87) is about the least weight above 0
-constexpr double kPeak = 5.0, kSharpness = 10.0, kWidth = 0.3;  // of the bell, as in llama.cpp
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
 // Those down to where the sum of the weights has reached a share of all; in scratch.split.
@@ -34,12 +33,12 @@ Candidates nucleus(const Kernels& kernels, const Row& row, const Candidates& all
   return shelf.first(static_cast<int64_t>(size));
 }
 
-// The weights of some candidates, in scratch.weights; returns their sum.
-double weigh_all(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
-  s.weights.resize(static_cast<size_t>(all.size));
-  kernels.weigh(all.values, all.size, by, s.weights.data());
+// The sum of the weights of some candidates.
+double total_weight(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
+  s.sums.resize(static_cast<size_t>(num_chunks(all.size)));
+  kernels.sums(all.values, all.size, by, s.sums.data());
   double total = 0.0;
-  for (const float weight : s.weights) total += static_cast<double>(weight);
+  for (const double sum : s.sums) total += sum;
   return total;
 }
 
@@ -65,7 +64,7 @@ Candidates left_of(const Kernels& kernels, const Row& row, const Request& reques
   if (request.typical_p < 1.0) all = typical(kernels, all, by, request.typical_p, s);
   if (request.top_p < 1.0) all = nucleus(kernels, row, all, by, request.top_p, s);
   if (request.xtc_threshold > 1.0) return all;
-  const double total = weigh_all(kernels, all, by, s);
+  const double total = total_weight(kernels, all, by, s);
   return without_choices(kernels, all, by, request.xtc_threshold * total, s);
 }
 
@@ -75,25 +74,26 @@ Surprising draw_near(const Kernels& kernels, const Row& row, const Request& requ
   const double temperature = std::max(request.temperature, kLeastTemperature);
   const Weighing by{row.range.maximum, static_cast<float>(kLog2E / temperature)};
   const Candidates all = left_of(kernels, row, request, by, s);
-  const double total = weigh_all(kernels, all, by, s);
-  s.near.resize(static_cast<size_t>(all.size));
-  float most = -INFINITY;
-  for (size_t i = 0; i < s.near.size(); i++) {
-    const double chance = static_cast<double>(s.weights[i]) / total;
-    const double distance = std::fabs(chance - request.mu) / kWidth;
-    s.near[i] = static_cast<float>(kPeak - kSharpness * distance * distance / (1.0 + distance));
-    most = std::max(most, s.near[i]);
-  }
-  kernels.weigh(s.near.data(), all.size, {most, static_cast<float>(kLog2E)}, s.near.data());
+  const double total = total_weight(kernels, all, by, s);
+  const Nearness to{static_cast<float>(1.0 / total), static_cast<float>(request.mu)};
+  kernels.near_sums(all.values, all.size, by, to, s.sums.data());
   double sum = 0.0;
-  for (const float weight : s.near) sum += static_cast<double>(weight);
-  const double target = request.uniform * sum;
-  size_t chosen = 0;
-  for (double passed = s.near[0]; passed <= target && chosen + 1 < s.near.size();) {
-    passed += s.near[++chosen];
+  for (const double part : s.sums) sum += part;
+  // The first chunk, and in it the first candidate, with which the sum passes the target.
+  double target = request.uniform * sum;
+  size_t chunk = 0;
+  for (; chunk + 1 < s.sums.size() && s.sums[chunk] <= target; chunk++) target -= s.sums[chunk];
+  const int64_t begin = static_cast<int64_t>(chunk) * kChunk;
+  const int64_t count = std::min(kChunk, all.size - begin);
+  float weights[kChunk];
+  kernels.near(all.values + begin, count, by, to, weights);
+  int64_t chosen = 0;
+  for (double passed = weights[0]; passed <= target && chosen + 1 < count;) {
+    passed += weights[++chosen];
   }
-  const double weight = s.weights[chosen];
-  return {all.place(static_cast<int64_t>(chosen)), std::log2(total / weight)};
+  float weight;
+  kernels.weigh(all.values + begin + chosen, 1, by, &weight);
+  return {all.place(begin + chosen), std::log2(total / static_cast<double>(weight))};
 }
 
 }  // namespace onnxport

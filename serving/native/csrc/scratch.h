@@ -44,7 +44,7 @@ struct Scratch {
   const float* ahead = nullptr;  // the row that this thread is likely to do next; null: none
   Shelf allowed, head, kept, sorted, typical, others, bounds, split, bracketed, parts[2];
   std::vector<float> given, changed;  // summaries: of a row, and of what is chosen from
-  std::vector<float> weights, near, factors, sample;
+  std::vector<float> weights, factors, sample;
   float sample_minimum = 0.f;
   std::vector<double> sums;
   std::vector<uint64_t> keys;
