@@ -47,7 +47,8 @@ def load_engine(artifact: Path, options: argparse.Namespace, texts: Collection[s
     try:
         for name, content in adapters:
             engine.adapters.load(name, content)
-        engine.adapters.set_scales(adapter_scales(options))
+        if scales := adapter_scales(options):
+            engine.adapters.set_scales(scales)
     except BaseException:
         engine.close()
         raise
