@@ -49,6 +49,8 @@ MODES = {
     "dynatemp": RowParams(1.5, adapting=Adapting(0.5)),
     "mirostat 1": RowParams(1.0, adapting=Adapting(mirostat=1, mu=10.0)),
     "mirostat 2": RowParams(1.0, adapting=Adapting(mirostat=2, mu=10.0)),
+    "adaptive": RowParams(1.0, target=0.5),
+    "adaptive min_p": RowParams(1.0, min_p=0.02, target=0.5),
     "logprobs": RowParams(num_logprobs=5),
     EVERYTHING: RowParams(1.0, 50, 0.9, num_logprobs=5, min_p=0.05),
 }
@@ -65,6 +67,8 @@ ENGINE_MODES: dict[str, dict[str, Any]] = {
     "dynatemp": {"dynatemp_range": 0.5},
     "mirostat 1": {"mirostat": 1},
     "mirostat 2": {"mirostat": 2},
+    "adaptive": {"adaptive_target": 0.5},
+    "adaptive min_p": {"adaptive_target": 0.5, "min_p": 0.02},
     "window": {"temperature": 0.0, "repetition_penalty": 1.1, "repeat_last_n": 64},
     "dry": {"temperature": 0.0, "dry_multiplier": 0.8, "dry_sequence_breakers": ()},
     "logprobs": {"temperature": 0.0, "logprobs": 5},

@@ -1,4 +1,4 @@
-"""What of sampling depends on all of a row's logits: a temperature that moves, and Mirostat.
+"""What of sampling depends on all of a row's logits: a moving temperature, Mirostat, adaptive-p.
 
 The temperature is the higher the less sure the model is: least + (most - least) * h ** exponent,
 where h is the entropy of the row, before any temperature, as a share of what it could be, the
@@ -10,6 +10,11 @@ Mirostat, 2021; llama.cpp's samplers of that name). `mu` says how much a token m
 begins at twice the target and is corrected by each token. The first way estimates how fast
 probabilities fall with the rank, by the likeliest tokens, and from that how many tokens to leave;
 the second leaves the tokens that surprise by at most mu.
+
+Adaptive-p draws, of what all else leaves, tokens whose probability is near a target (MrJackSpade's
+and ddh0's sampler of llama.cpp, `adaptive_p`, 2025). What is near is lifted, by a bell around the
+target, and the rest falls off, whatever its own probability was. The target moves: where the
+tokens before were likelier than wanted, on a weighted average, it is as much lower.
 """
 
 from __future__ import annotations
@@ -17,14 +22,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxport.graphs.noise import LEAST_TEMPERATURE
-from onnxport.serving.drawing import LOWEST, REACH, RowParams
-from onnxport.serving.edits import Floats
+from onnxport.serving.drawing import LOWEST, REACH, RowParams, Thinning, thinned
+from onnxport.serving.edits import Floats, Ids
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.topm import top_m
 
 LIKELIEST = 100  # tokens that tell how fast probabilities fall
+PEAK, SHARPNESS, WIDTH = 5.0, 10.0, 0.3  # of adaptive-p's bell, as in llama.cpp
 
 
 class Mirostat:
@@ -44,6 +51,50 @@ class Mirostat:
     def note(self, surprise: float) -> None:
         """Take how much a token surprised among those that it was drawn from, in bits."""
         self.mu -= self._eta * (surprise - self._tau)
+
+    def applied(self, row: RowParams) -> RowParams:
+        """Return how the next token is drawn."""
+        assert row.adapting is not None
+        return row._replace(adapting=row.adapting._replace(mu=self.mu))
+
+
+class AdaptiveP:
+    """How probable the next token of one sequence is to be. Kept as `Mirostat` is."""
+
+    __slots__ = ("_decay", "_sum", "_total", "_wanted")
+
+    def __init__(self, params: SamplingParams) -> None:
+        """Begin before the first token, as if all before had been as probable as wanted."""
+        assert params.adaptive_target is not None
+        self._wanted, self._decay = params.adaptive_target, params.adaptive_decay
+        self._total = 1.0 / (1.0 - self._decay)
+        self._sum = self._wanted * self._total
+
+    @property
+    def target(self) -> float:
+        """The probability near which the next token is drawn, [0, 1]."""
+        return min(1.0, max(0.0, 2.0 * self._wanted - self._sum / self._total))
+
+    def note(self, surprise: float) -> None:
+        """Take how much a token surprised among those that all else left, in bits."""
+        self._sum = 2.0**-surprise + self._decay * self._sum
+        self._total = 1.0 + self._decay * self._total
+
+    def applied(self, row: RowParams) -> RowParams:
+        """Return how the next token is drawn."""
+        return row._replace(target=self.target)
+
+
+Feedback = Mirostat | AdaptiveP  # what tokens that were drawn say of how the next one is
+
+
+def feedback(params: SamplingParams) -> Feedback | None:
+    """Return what a sequence begins with; None: each of its tokens is drawn by itself."""
+    if params.greedy:
+        return None
+    if params.mirostat:
+        return Mirostat(params)
+    return None if params.adaptive_target is None else AdaptiveP(params)
 
 
 def settled(values: Floats, row: RowParams) -> RowParams:
@@ -68,6 +119,48 @@ def settled(values: Floats, row: RowParams) -> RowParams:
     least = row.adapting.least_temperature
     way = _spread(values) ** row.adapting.exponent
     return fixed._replace(temperature=least + (row.temperature - least) * way)
+
+
+def near_target(
+    values: Floats, row: RowParams
+) -> tuple[Ids, NDArray[np.float64], NDArray[np.float64]]:
+    """Return what is left of a row to draw from by adaptive-p.
+
+    Args:
+        values: float32 [vocab], as `settled` got them.
+        row: what it returned, with a `target`.
+
+    Returns:
+        Tokens, the likeliest first, their probabilities, and the logits that they are drawn by.
+    """
+    assert row.target is not None
+    # What weighs nothing counts, too: it is as far from the target as any unlikely token.
+    ids, weights = thinned(
+        values, row._replace(thinning=row.thinning or Thinning()), reach=math.inf
+    )
+    chances = weights / weights.sum()
+    distance = np.abs(chances - row.target) / WIDTH
+    return ids, chances, PEAK - SHARPNESS * distance * distance / (1.0 + distance)
+
+
+def drawn_near(values: Floats, row: RowParams) -> tuple[int, float]:
+    """Draw by adaptive-p.
+
+    Args:
+        values: float32 [vocab], as `settled` got them.
+        row: what it returned, with a `target`.
+
+    Returns:
+        The token, and how much it surprises among those that all else left, in bits.
+    """
+    if row.greedy:
+        return int(values.argmax()), 0.0
+    ids, chances, logits = near_target(values, row)
+    order = ids.argsort()
+    sums = np.exp(logits[order] - logits.max()).cumsum()
+    place = order[int((sums > row.uniform * sums[-1]).argmax())]
+    chance = float(chances[place])
+    return int(ids[place]), -math.log2(chance) if chance > 0.0 else math.inf
 
 
 def surprise(values: Floats, row: RowParams, token_id: int) -> float:

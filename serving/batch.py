@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.kv.states import StateStep
 from onnxport.providers.base import StepInputs
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.narrowing import EVERY_TOKEN, may_narrow
 from onnxport.serving.request import Request

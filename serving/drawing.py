@@ -67,6 +67,7 @@ class RowParams(NamedTuple):
     thinning: Thinning | None = None
     adapting: Adapting | None = None
     infill: InfillRule | None = None  # what leaves tokens out behind all else
+    target: float | None = None  # the probability near which tokens are drawn, of this step
 
     @property
     def greedy(self) -> bool:
@@ -82,9 +83,21 @@ class RowParams(NamedTuple):
     def truncated(self) -> bool:
         """Whether some tokens are left out before one is drawn."""
         some = self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
-        if self.infill is not None:
+        return some or self.thinning is not None or self.looks_at_all
+
+    @property
+    def has_surprise(self) -> bool:
+        """Whether it matters how much the token surprises."""
+        if self.target is not None:
             return True
-        return some or self.thinning is not None or self.adapting is not None
+        return self.adapting is not None and self.adapting.mirostat != 0
+
+    @property
+    def looks_at_all(self) -> bool:
+        """Whether how it is drawn depends on all logits, and no summary of them is enough."""
+        if self.adapting is not None:
+            return True
+        return self.infill is not None or self.target is not None
 
 
 def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
@@ -92,9 +105,9 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
 
     For a row that draws from all these are the largest sums of logits and noise. `top_p`, `min_p`,
     `typical_p` and XTC choose among the `top_k` largest, and `min_p` compares with the very
-    largest. Log probabilities look at others, `top_n_sigma`, `infill` and what is `adapting` at
-    all. Where some logits are lowered first, as many more count: at least `top_k` of them stay
-    what they are, and all others are less still.
+    largest. Log probabilities look at others, `top_n_sigma`, `infill`, `target` and what is
+    `adapting` at all. Where some logits are lowered first, as many more count: at least `top_k` of
+    them stay what they are, and all others are less still.
 
     Args:
         row: how it is sampled; not its edits and mask.
@@ -103,7 +116,7 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     count = 1 if row.greedy or not row.truncated else row.top_k
     if row.num_logprobs is not None or lowered is None or count is None:
         return 0
-    if row.adapting is not None or row.infill is not None:
+    if row.looks_at_all:
         return 0
     if row.thinning is not None and row.thinning.top_n_sigma and not row.greedy:
         return 0
@@ -137,7 +150,7 @@ def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:
         return LOG2_E
     if is_masked and row.truncated and not row.greedy:
         return NO_SUMMARY
-    if (row.adapting is not None or row.infill is not None) and not row.greedy:
+    if row.looks_at_all and not row.greedy:
         return NO_SUMMARY
     if is_edited or not row.truncated or row.greedy or row.top_k is not None or row.min_p > 0.0:
         return NO_SUMS
@@ -245,18 +258,21 @@ def _draw_thinned(logits: Floats, row: RowParams) -> int:
     return int(ids[int((sums > row.uniform * sums[-1]).argmax())])
 
 
-def thinned(logits: Floats, row: RowParams) -> tuple[Ids, NDArray[np.float64]]:
+def thinned(
+    logits: Floats, row: RowParams, reach: float = REACH
+) -> tuple[Ids, NDArray[np.float64]]:
     """Return what is left of a row with a `thinning`: tokens, the likeliest first, and weights.
 
     Args:
         logits: float32 [vocab], its maximum finite.
         row: how it is sampled; not its edits and mask.
+        reach: of others, the logarithm of what they weigh less than the likeliest.
     """
     assert row.thinning is not None
     deviations, typical_p, threshold = row.thinning
     maximum = logits.max(keepdims=True)
-    reach = max(float(maximum[0]) - REACH * row.temperature, LOWEST)  # others weigh nothing
-    floor = max(float(_floors(maximum, [row])[0]), reach)
+    nearly_nothing = max(float(maximum[0]) - reach * row.temperature, LOWEST)
+    floor = max(float(_floors(maximum, [row])[0]), nearly_nothing)
     if deviations:
         finite = logits[logits > -np.inf].astype(np.float64)
         floor = max(floor, float(finite.max()) - deviations * float(finite.std()))

@@ -298,9 +298,7 @@ class Engine:
         if self.losses:
             self._recovery.fit(request)
             request.name_blocks(self.capabilities.block_size)
-        if request.adapter is not None:
-            self._intake.renew_adapter(request)
-            self.adapters.hold(request.adapter)
+        self._intake.hold_adapter(request)
         group = with_siblings(request)  # which may not stay together in the scheduler
         self._scheduler.submit(request)
         self._sequences.add(group)

@@ -145,8 +145,8 @@ def grow(drawn: Drawn, eos_token_ids: frozenset[int]) -> Growth:
             logger.error("request %s failed", request.request_id, exc_info=error)
             end = End("error", None, failure_of(error))
             return _growth(drawn, count - 1, text, num_spelled, end)
-        if request.mirostat is not None and drawn.surprise is not None:
-            request.mirostat.note(drawn.surprise)
+        if request.feedback is not None and drawn.surprise is not None:
+            request.feedback.note(drawn.surprise)
         text += added.text
         num_spelled += added.is_text
         if added.end is not None:

@@ -177,7 +177,7 @@ class Guessing:
             for request in decoding
             if request.num_output_tokens
             and request.beams is None
-            and request.mirostat is None  # what it draws from depends on what it drew
+            and request.feedback is None  # what it draws from depends on what it drew
             and request.max_total_tokens - len(request.tokens) > 1
             and request.num_owed_tokens < MOST_OWED
         ]

@@ -65,7 +65,7 @@ def filled(logits: Floats, row: RowParams) -> RowParams:
         kept = ends[[values[ends].argmax()]] if len(ends) else ids[:1]
     edits = (row.edits or RowEdits())._replace(allowed=np.sort(kept), addresses=None)
     return RowParams(row.temperature, uniform=row.uniform, edits=edits)._replace(
-        num_logprobs=row.num_logprobs
+        num_logprobs=row.num_logprobs, target=row.target
     )
 
 

@@ -12,7 +12,8 @@ from typing import Final
 from onnxport.errors import RequestError
 from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.providers.base import Capabilities
-from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
+from onnxport.serving.adapters.adapter import Adapter
+from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.beams import BeamGroup, Beginning
 from onnxport.serving.classifying import NO_CLASSES, Classifier, ClassPooler
 from onnxport.serving.config import EngineConfig, LogprobsMode
@@ -142,7 +143,7 @@ class Intake:
         infill = infill_rule(params, self._tokenizer, end_ids)
         rules = logit_rules(params, end_ids, limits.vocab_size, encode, budget, dry)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        adapter = None if options.adapter is None else self._adapters.find(options.adapter)
+        adapter = self._adapters.pick(options)
         keys = None
         if self._config.enable_prefix_caching and params.prompt_logprobs is None:
             keys = _keys(adapter, options, limits)
@@ -293,7 +294,7 @@ class Intake:
         self._check(prompt, sampling, options, max_num_seqs)
         tokens = self._tokens(prompt, limits)
         longest = max_total_tokens(len(tokens), 1, limits, only_prompt=True)
-        adapter = None if options.adapter is None else self._adapters.find(options.adapter)
+        adapter = self._adapters.pick(options)
         keys = None
         if self._config.enable_prefix_caching:
             keys = _keys(adapter, options, limits)
@@ -328,21 +329,21 @@ class Intake:
             )
         return self.grammars.compile(params.structured_outputs)
 
-    def renew_adapter(self, request: Request) -> None:
-        """Give a request the adapter that has the name it asked for now; in the engine's thread.
+    def hold_adapter(self, request: Request) -> None:
+        """Let a request use what its options mean by now; in the engine's thread.
 
         Raises:
-            UnknownAdapterError: there is none any more.
+            UnknownAdapterError: an adapter that it names is loaded no more.
+            RequestError: another one has its name, and the rank of a sum became too large.
         """
-        assert request.adapter is not None
-        adapter = self._adapters.find(request.adapter.name)
-        if adapter == request.adapter:
-            return
-        for one in (request, *request.siblings):
-            one.adapter = adapter
-        if request.keys is not None:
+        had, adapter = request.adapter, self._adapters.pick(request.options)
+        if request.keys is not None and fingerprint_of(adapter) != fingerprint_of(had):
             request.keys = _keys(adapter, request.options, self._sizes[0])
             request.keys.extend(request.tokens)
+        if adapter is not None:
+            adapter = self._adapters.hold(adapter)
+        for one in (request, *request.siblings):
+            one.adapter = adapter
 
     def _check(
         self,
@@ -381,9 +382,14 @@ class Intake:
             )
 
 
+def fingerprint_of(adapter: Adapter | None) -> str | None:
+    """Return what names the content of an adapter; None: there is none."""
+    return None if adapter is None else adapter.fingerprint
+
+
 def _keys(adapter: Adapter | None, options: RequestOptions, limits: Capabilities) -> KeyChain:
     """Return the keys of a sequence that is empty so far."""
-    root = root_key(adapter.fingerprint if adapter else None, options.cache_salt)
+    root = root_key(fingerprint_of(adapter), options.cache_salt)
     return KeyChain(root, limits.block_size)
 
 

@@ -12,7 +12,8 @@ from typing import Any, Self, TypedDict, Unpack, cast
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
 from onnxport.graphs.embedding_spec import Dimensions, Pooling
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
-from onnxport.serving.adapters.registry import Adapter, AdapterReader
+from onnxport.serving.adapters.adapter import Adapter
+from onnxport.serving.adapters.registry import AdapterReader
 from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.collect import Collector, OutputCollector

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from onnxport.graphs.noise import LEAST_TEMPERATURE
-from onnxport.serving.adapting import settled
+from onnxport.serving.adapting import near_target, settled
 from onnxport.serving.drawing import FIRST_NUCLEUS, RowParams, thinned
 from onnxport.serving.edits import Floats
 from onnxport.serving.numpy_sampler import changed_row, only
@@ -40,7 +40,8 @@ def processed(logits: Floats, row: RowParams, token_id: int) -> Floats:
 
     They are changed and forbidden as the row's edits and mask say, divided by the temperature, and
     cut by `min_p`, `top_k`, `top_p`, Mirostat and the row's `thinning`. Of a row that is greedy by
-    its temperature, 0, they are as they were before that, as in vLLM.
+    its temperature, 0, they are as they were before that, as in vLLM. Those of a row with a
+    `target` are what adaptive-p makes of the probabilities of what is left.
 
     Args:
         logits: float32 [vocab], the model's own; not changed.
@@ -51,6 +52,8 @@ def processed(logits: Floats, row: RowParams, token_id: int) -> Floats:
     row = settled(values, row)
     if row.temperature == 0.0:
         return values
+    if row.target is not None:
+        return _near(values, row, token_id)
     if row.thinning is not None:
         ids, _ = thinned(values, row)
         values = only(values, np.append(ids, token_id))
@@ -58,6 +61,15 @@ def processed(logits: Floats, row: RowParams, token_id: int) -> Floats:
         values = _cut(values, row, token_id)
     values /= np.float32(max(row.temperature, LEAST_TEMPERATURE))
     return values
+
+
+def _near(values: Floats, row: RowParams, token_id: int) -> Floats:
+    """Return the logits that a token is drawn from near the row's target; see `processed`."""
+    ids, _, found = near_target(values, row)
+    near = np.full(len(values), -np.inf, np.float32)
+    near[token_id] = found.min()  # unless it is there
+    near[ids] = found
+    return near
 
 
 def _cut(values: Floats, row: RowParams, token_id: int) -> Floats:

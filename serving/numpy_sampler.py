@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from onnxport.serving.adapting import settled, surprise
+from onnxport.serving.adapting import drawn_near, settled, surprise
 from onnxport.serving.drawing import RowParams, draw
-from onnxport.serving.edits import Floats, Ids, edited
+from onnxport.serving.edits import Floats, Ids, RowEdits, edited
 from onnxport.serving.sampled import RowLogprobs, Sampled
 from onnxport.serving.topm import top_m
 
@@ -26,7 +26,7 @@ def sample_greedy(logits: Floats) -> Sampled:
 
 def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
     """See `sampler.sample`."""
-    if any(row.adapting is not None for row in rows):
+    if any(row.adapting is not None or row.target is not None for row in rows):
         return _sample_adapting(logits, rows)
     changes = [(index, row.edits) for index, row in enumerate(rows) if row.edits is not None]
     if changes:
@@ -54,21 +54,25 @@ def _sample_adapting(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
     """See `sampler.sample`; some rows are drawn as their logits say."""
     fixed = list(rows)
     changed: dict[int, Floats] = {}
-    for index, row in enumerate(rows):
-        if row.adapting is not None:
-            values = changed_row(logits[index], row)
-            fixed[index] = row._replace(adapting=None)
-            if np.isfinite(values.max()):
-                fixed[index] = settled(values, row)
-                if row.adapting.mirostat:
-                    changed[index] = values
-    sampled = sample(logits, fixed)
-    if not changed:
-        return sampled
     surprises = [0.0] * len(rows)
+    for index, row in enumerate(rows):
+        if row.adapting is None and row.target is None:
+            continue
+        values = changed_row(logits[index], row)
+        fixed[index] = row._replace(adapting=None, target=None)
+        if not np.isfinite(values.max()):
+            continue
+        fixed[index] = settled(values, row)
+        if row.target is not None:
+            token_id, surprises[index] = drawn_near(values, fixed[index])
+            only_it = RowEdits(allowed=np.array([token_id], np.int64))
+            fixed[index] = RowParams(num_logprobs=row.num_logprobs, edits=only_it)
+        elif row.adapting is not None and row.adapting.mirostat:
+            changed[index] = values
+    sampled = sample(logits, fixed)
     for index, values in changed.items():
         surprises[index] = surprise(values, fixed[index], sampled.token_ids[index])
-    return replace(sampled, surprises=surprises)
+    return replace(sampled, surprises=surprises if any(row.has_surprise for row in rows) else None)
 
 
 def changed_row(logits: Floats, row: RowParams) -> Floats:

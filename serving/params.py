@@ -29,6 +29,8 @@ MAX_DRY_LENGTH = 1 << 20
 MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
 MAX_DYNATEMP = 100.0  # of range and exponent
 MAX_TAU, MAX_ETA = 100.0, 1.0
+MAX_DECAY = 0.99
+MAX_SCALE = 1000.0  # of an adapter
 MAX_LAST_N = 1 << 20  # tokens
 DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 SWITCHES = (
@@ -131,6 +133,11 @@ class SamplingParams:
             nothing then.
         mirostat_tau: how much tokens are to surprise, in bits.
         mirostat_eta: which part of what is missing to that each token makes up for.
+        adaptive_target: keep the probability of tokens near this, in [0, 1], of what all else
+            leaves: llama.cpp's sampler adaptive-p, see `onnxport.serving.adapting`. None, or a
+            number below 0, does not. Greedy, or with `mirostat`, it says nothing.
+        adaptive_decay: how much each token counts beside the next one, in [0, 0.99]; about
+            1 / (1 - `adaptive_decay`) tokens count.
         repetition_detection: ends an output that repeats itself; None looks for nothing.
         skip_reading_prefix_cache: compute all of the prompt, whatever the prefix cache has of it;
             others may go on from what was computed.
@@ -190,6 +197,8 @@ class SamplingParams:
     mirostat: int = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
+    adaptive_target: float | None = None
+    adaptive_decay: float = 0.9
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool = False
     use_beam_search: bool = False
@@ -295,6 +304,7 @@ class SamplingParams:
             "xtc_probability": self.xtc_probability > 0.0,
             "dynatemp_range": self.dynatemp_range > 0.0,
             "mirostat": self.mirostat != 0,
+            "adaptive_target": self.adaptive_target is not None,
             "infill": self.infill,
             "repetition_detection": detection is not None and detection.is_on,
         }
@@ -322,6 +332,11 @@ class SamplingParams:
         _check_integer("mirostat", self.mirostat, 0, 2)
         _check("mirostat_tau", self.mirostat_tau, 0.0, MAX_TAU)
         _check("mirostat_eta", self.mirostat_eta, 0.0, MAX_ETA)
+        if self.adaptive_target is not None:
+            _check("adaptive_target", self.adaptive_target, -math.inf, 1.0)
+            if self.adaptive_target < 0.0:  # llama.cpp's way to say "none"
+                object.__setattr__(self, "adaptive_target", None)
+        _check("adaptive_decay", self.adaptive_decay, 0.0, MAX_DECAY)
 
     def _check_repetitions(self) -> None:
         """Check what is said of DRY."""
@@ -420,7 +435,10 @@ class RequestOptions:
         tenant: whose request it is; the "fair" policy shares between tenants.
         cache_salt: requests share cached K/V with requests of the same salt alone.
         adapter: the name of a loaded LoRA adapter, which changes the model for this request; None:
-            the model alone.
+            `adapter_scales` say it.
+        adapter_scales: loaded adapters, by name, and what each is times in the sum that changes the
+            model; kept as pairs, in the order of names. None, with no `adapter`: what the engine
+            has for all, which is the model alone unless it was told otherwise.
         timeout_s: seconds from arrival after which the request ends with "timeout"; of requests
             of one priority and tenant, those that end sooner are served first.
         only_prompt: whether the prompt alone is of use, with its log probabilities perhaps: the
@@ -440,6 +458,7 @@ class RequestOptions:
     tenant: str = ""
     cache_salt: str | None = None
     adapter: str | None = None
+    adapter_scales: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
     timeout_s: float | None = None
     only_prompt: bool = False
     tells_progress: bool = False
@@ -452,10 +471,27 @@ class RequestOptions:
             _check("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
         if not isinstance(self.tenant, str):
             raise RequestError(f"tenant is {self.tenant!r}; it must be a text", "tenant")
+        self._take_scales()
         if self.cache_salt == "":
             raise RequestError(
                 "cache_salt is empty; give it a secret text, or leave it out", "cache_salt"
             )
+
+    def _take_scales(self) -> None:
+        """Check the scales of adapters, and bring them into their form."""
+        if self.adapter_scales is None:
+            return
+        name = "adapter_scales"
+        if self.adapter is not None:
+            raise RequestError(
+                f"adapter is {self.adapter!r}, and {name} are given, too; give one of them", name
+            )
+        scales = dict(self.adapter_scales)
+        for each, scale in scales.items():
+            if not isinstance(each, str):
+                raise RequestError(f"{name} has {each!r}; name adapters by their texts", name)
+            _check(name, scale, -MAX_SCALE, MAX_SCALE)
+        object.__setattr__(self, name, tuple(sorted(scales.items())))
 
 
 _KINDS = {

@@ -11,8 +11,8 @@ from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.states import NO_TOKENS, Kept
 from onnxport.kv.table import BlockTable
-from onnxport.serving.adapters.registry import Adapter
-from onnxport.serving.adapting import Mirostat
+from onnxport.serving.adapters.adapter import Adapter
+from onnxport.serving.adapting import Feedback, feedback
 from onnxport.serving.classifying import ClassPooler
 from onnxport.serving.config import LogprobsMode
 from onnxport.serving.drawing import (
@@ -85,7 +85,7 @@ class Request:
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
         likeliest: whether its tokens are the likeliest that its grammar allows, or of all without
             one, of unchanged logits, and nothing else is asked.
-        mirostat: how much its next token may surprise; None: as much as it likes.
+        feedback: what its tokens say of how the next one is drawn; None: nothing.
         exact_logits: see `drawing.exact_logits`; the prompt's log probabilities are not counted.
         exact_allowed: see `drawing.exact_allowed`, likewise; 0 where it may get any token.
         per_unit: see `RowParams.per_unit`.
@@ -113,6 +113,7 @@ class Request:
         "deadline_s",
         "exact_allowed",
         "exact_logits",
+        "feedback",
         "finish_reason",
         "forked",
         "grammar",
@@ -122,7 +123,6 @@ class Request:
         "likeliest",
         "logprobs_mode",
         "max_total_tokens",
-        "mirostat",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_owed_tokens",
@@ -182,9 +182,7 @@ class Request:
         self.row = _row(params)
         if not self.row.greedy and not params.mirostat:
             self.row = self.row._replace(infill=infill)
-        self.mirostat: Mirostat | None = None
-        if params.mirostat and not params.greedy:
-            self.mirostat = Mirostat(params)
+        self.feedback: Feedback | None = feedback(params)
         self.likeliest = self.row.greedy and self.row.num_logprobs is None and rules is None
         self.plain = self.likeliest and grammar is None
         lowered: int | None = 0
@@ -301,8 +299,11 @@ def _row(params: SamplingParams) -> RowParams:
         min_p=params.min_p,
         thinning=_thinning(params),
     )
+    if params.greedy:
+        return row
+    row = row._replace(target=params.adaptive_target)
     reach = params.dynatemp_range
-    if reach == 0.0 or params.greedy:
+    if reach == 0.0:
         return row
     adapting = Adapting(max(0.0, params.temperature - reach), params.dynatemp_exponent)
     return row._replace(temperature=params.temperature + reach, adapting=adapting)

@@ -34,4 +34,4 @@ class Sampled:
     invalid: tuple[int, ...]  # rows with NaN or no finite maximum, as changed, or as given where
     # logprobs are asked for; their token is void, and they have no logprobs
     surprises: list[float] | None = None  # one a row: of the token among those that were left, in
-    # bits; 0 without Mirostat. None where no row has it
+    # bits; 0 without Mirostat and adaptive-p. None where no row has either

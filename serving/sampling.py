@@ -60,7 +60,7 @@ class Drawn(NamedTuple):
     token_ids: tuple[int, ...]  # the accepted ones of its draft, and the one after them
     logprobs: tuple[RowLogprobs, ...] | None = None  # one a token; None: not asked for
     failure: Failure | None = None  # why there is no token after `token_ids`
-    surprise: float | None = None  # of its one token, for Mirostat; None: it has none
+    surprise: float | None = None  # of its one token, for its `feedback`; None: it has none
 
 
 class Position(NamedTuple):
@@ -82,15 +82,15 @@ def row_params(position: Position) -> RowParams:
     row, tokens, rules = request.row, request.tokens, request.rules
     number = 0.0 if row.greedy else uniform(request.seed, len(tokens) + len(assumed))
     edits = None if rules is None else rules.edits(tokens, assumed)
-    temperature, top_k, top_p, _, num_logprobs, min_p, _, _, thinning, adapting, infill = row
+    temperature, top_k, top_p, _, num_logprobs, min_p, _, _, thinning, adapting, infill, _ = row
     if thinning is not None and request.params.xtc_probability > 0.0:
         thinning = _with_chance(thinning, request, len(tokens) + len(assumed))
-    if request.mirostat is not None:
-        assert not assumed  # nobody guesses ahead: what a guess would change is not known
-        assert adapting is not None
-        adapting = adapting._replace(mu=request.mirostat.mu)
     choice = (temperature, top_k, top_p, number, num_logprobs, min_p)
-    return RowParams(*choice, edits, mask, thinning, adapting, infill)
+    row = RowParams(*choice, edits, mask, thinning, adapting, infill)
+    if request.feedback is None:
+        return row
+    assert not assumed  # nobody guesses ahead: what a guess would change is not known
+    return request.feedback.applied(row)
 
 
 def _with_chance(thinning: Thinning, request: Request, position: int) -> Thinning | None:
@@ -201,7 +201,7 @@ def _accept(
         if sampled.logprobs is not None and request.row.num_logprobs is not None:
             entries = tuple(one for one in sampled.logprobs[first:stop] if one is not None)
         surprise = None
-        if request.mirostat is not None and sampled.surprises is not None and last not in failed:
+        if request.feedback is not None and sampled.surprises is not None and last not in failed:
             surprise = sampled.surprises[first]
         own = tuple(tokens[first:stop])
         drawn.append(Drawn(request, own, entries, failed.get(last), surprise))

@@ -128,9 +128,10 @@ def _adapters(runtime: Runtime) -> tuple[tuple[str, ...], tuple[str, ...]]:
     # Those that wait may be thousands, so they are what is left of all. A name may be of two
     # adapters: one that was replaced still runs.
     running = {
-        (one.adapter.number, one.adapter.name, one.request_id)
+        (member.number, member.name, one.request_id)
         for one in runtime.scheduler.running
         if one.adapter
+        for member in one.adapter.members
     }
     counts = Counter(number for number, _, _ in running)
     waiting = [

@@ -8,7 +8,7 @@ import logging
 import threading
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from onnxport.errors import DeviceLostError, OnnxportError, RequestError
 from onnxport.providers.base import Capabilities
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.calls import Call, in_a_thread
 from onnxport.serving.classifying import Classifier
 from onnxport.serving.engine import Engine
@@ -176,6 +176,21 @@ class AsyncEngine:
             OnnxportError: the engine is closed or has failed.
         """
         return await self._between_steps(lambda: self._engine.end_thoughts(request_id))
+
+    @property
+    def adapter_scales(self) -> Mapping[str, float]:
+        """What adapters are times in requests that pick none, by name; others 0."""
+        return self._engine.adapters.scales
+
+    async def set_adapter_scales(self, scales: Mapping[str, float]) -> None:
+        """Say what adapters are times in new requests that pick none, by name; others 0.
+
+        Raises:
+            UnknownAdapterError: one is not loaded.
+            RequestError: the rank of their sum is too large.
+            OnnxportError: the engine is closed or has failed.
+        """
+        await self._between_steps(lambda: self._engine.adapters.set_scales(scales))
 
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener`, in the engine's thread, what happens from now on."""

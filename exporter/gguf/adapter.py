@@ -37,8 +37,8 @@ _ADAPTER_TYPE: Final = "adapter.type"
 _ALPHA: Final = "adapter.lora.alpha"
 _INVOCATION: Final = "adapter.alora.invocation_tokens"
 _PREFIX: Final = "adapter."
-# The last two are for people to read.
-_READ: Final = (_ADAPTER_TYPE, _ALPHA, "adapter.lora.task_name", "adapter.lora.prompt_prefix")
+_FOR_PEOPLE: Final = ("adapter.lora.task_name", "adapter.lora.prompt_prefix")
+_READ: Final = (_ADAPTER_TYPE, _ALPHA, *_FOR_PEOPLE)
 _BASE: Final = ("general.base_model.0.repo_url", "general.base_model.0.name")
 _SPLIT: Final = "split.count"
 
@@ -63,6 +63,8 @@ class GgufAdapter:
 
     adapter: LoraAdapter
     base_model: str | None  # what the file says it was trained on
+    task_name: str = ""  # what it says to people
+    prompt_prefix: str = ""
 
 
 def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
@@ -107,7 +109,8 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
             )
         deltas |= modules[name].deltas(base, a, scaled)
     named = next((meta[key] for key in _BASE if isinstance(meta.get(key), str)), None)
-    return GgufAdapter(LoraAdapter(deltas), named)
+    told = [found if isinstance(found := meta.get(key), str) else "" for key in _FOR_PEOPLE]
+    return GgufAdapter(LoraAdapter(deltas), named, *told)
 
 
 def _check_kind(path: Path, meta: Mapping[str, Any]) -> float:

@@ -6,16 +6,22 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from onnxport.errors import AdapterError, CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.base import Capabilities, Model
-
-if TYPE_CHECKING:
-    from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 
 logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """Makes the weights of an adapter that has none of its own."""
+
+    def read(self) -> LoraAdapter:
+        """Make them. Raises AdapterError where they cannot be."""
+        ...
 
 
 @dataclass(slots=True)
@@ -23,11 +29,17 @@ class Entry:
     """An adapter in host memory, which requests find unless it is `hidden`."""
 
     adapter: Adapter
-    weights: LoraAdapter  # kept, for it may lose its slot, or another model take over
+    source: LoraAdapter | Source  # kept, for it may lose its slot, or another model take over
     slot: int | None = None  # of the model, from 1
     num_requests: int = 0  # unfinished ones
+    num_mixes: int = 0  # that it is a part of
     hidden: bool = False
     last_used: int = 0  # when a request came or ended, or it got its slot; larger is later
+
+    @property
+    def weights(self) -> LoraAdapter:
+        """What a slot is written with. Raises AdapterError where it cannot be made."""
+        return self.source if isinstance(self.source, LoraAdapter) else self.source.read()
 
 
 class ModelSlots:

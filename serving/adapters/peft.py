@@ -54,6 +54,8 @@ class AdapterContent:
     fingerprint: str  # of all that the adapter changes: hex SHA-256 of its deltas
     path: Path  # where it was read
     base_model: str | None  # what its configuration says it was trained on
+    task_name: str = ""  # what a file says to people
+    prompt_prefix: str = ""
 
 
 def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +12,10 @@ from typing import TYPE_CHECKING
 from onnxport.errors import AdapterError, CapacityError, UnknownAdapterError
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import Model
+from onnxport.serving.adapters.adapter import Adapter
+from onnxport.serving.adapters.mixes import Mixes, mix_of
 from onnxport.serving.adapters.model_slots import Entry, ModelSlots
+from onnxport.serving.params import RequestOptions
 
 if TYPE_CHECKING:
     from onnxport.serving.adapters.peft import AdapterContent
@@ -26,27 +28,17 @@ MAX_NAME = 256  # characters
 AdapterReader = Callable[[Path, ArchSpec], "AdapterContent"]
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A loaded adapter. Two that are equal compute the same."""
-
-    name: str
-    number: int  # of the load, from 1; no two have the same
-    fingerprint: str  # of its content; K/V are shared by it
-    rank: int  # the largest of its modules
-    path: Path  # where it was read
-    base_model: str | None  # what it says it was trained on
-
-
 class AdapterRegistry:
     """Keeps adapters in host memory, by name, and puts as many as fit in the slots of a model.
 
     An adapter that is unloaded, or replaced, is hidden at once, and forgotten when the last
     request that uses it has ended. Until then its weights are kept; its slot only while requests
     that use it run. Which of several gets a slot is decided by `serving/adapters/slots.py`; what is
-    in them is known by `serving/adapters/model_slots.py`.
+    in them is known by `serving/adapters/model_slots.py`. Requests may also use a mix of adapters,
+    see `serving/adapters/mixes.py`; it is forgotten when nobody uses it and it has lost its slot.
 
-    `loaded`, `find` and `read` are for any thread; all else belongs to the engine's, between steps.
+    `loaded`, `scales`, `find`, `pick` and `read` are for any thread; all else belongs to the
+    engine's, between steps.
 
     Attributes:
         reader: what reads adapters; None: they are PEFT's folders.
@@ -77,6 +69,9 @@ class AdapterRegistry:
         self._entries: dict[int, Entry] = {}  # by number
         self._slots = ModelSlots(model)
         self._loaded: Mapping[str, Adapter] = MappingProxyType({})  # replaced as a whole
+        self._scales: Mapping[str, float] = MappingProxyType({})  # likewise
+        self._mixes = Mixes()
+        self._places = count()
         self.reader: AdapterReader | None = None
         self._numbers = count(1)
         self._uses = count(1)
@@ -90,15 +85,19 @@ class AdapterRegistry:
     def num_requests(self) -> dict[str, int]:
         """Unfinished requests of each adapter that requests may pick."""
         return {
-            entry.adapter.name: entry.num_requests
-            for entry in self._entries.values()
-            if not entry.hidden
+            name: self._entries[one.number].num_requests + self._mixes.num_requests(one)
+            for name, one in self._loaded.items()
         }
 
     @property
     def num_held(self) -> int:
         """Adapters in host memory: the loaded ones, and those that were unloaded and are in use."""
-        return len(self._entries)
+        return len(self._entries) - len(self._mixes.entries)
+
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """What loaded adapters are times in requests that pick none; of all others it is 0."""
+        return self._scales
 
     @property
     def wants_slots(self) -> bool:
@@ -136,6 +135,33 @@ class AdapterRegistry:
                 f"no adapter {name!r} is loaded; loaded are: {listed}", "adapter"
             )
         return adapter
+
+    def pick(self, options: RequestOptions) -> Adapter | None:
+        """Return what a request uses: an adapter, or a mix that `hold` gives a number; None: none.
+
+        Raises:
+            UnknownAdapterError: an adapter that it names is not loaded.
+            RequestError: the rank of the sum of those that it names is too large.
+        """
+        if options.adapter is not None:
+            return self.find(options.adapter)
+        if options.adapter_scales is not None:
+            return self._mix(dict(options.adapter_scales))
+        return self._mix(self._scales) if self._scales else None
+
+    def set_scales(self, scales: Mapping[str, float]) -> None:
+        """Say what adapters are times in requests that pick none; of all others it is 0.
+
+        Raises:
+            UnknownAdapterError: one is not loaded.
+            RequestError: the rank of their sum is too large.
+        """
+        self._mix(scales)
+        self._scales = MappingProxyType({name: scale for name, scale in scales.items() if scale})
+
+    def _mix(self, scales: Mapping[str, float]) -> Adapter | None:
+        pairs = [(self.find(name), scale) for name, scale in scales.items()]
+        return mix_of(pairs, self._slots.limits.max_adapter_rank)
 
     def read(self, path: Path, reader: AdapterReader | None = None) -> AdapterContent:
         """Read an adapter of this model.
@@ -180,12 +206,17 @@ class AdapterRegistry:
                 f"{name!r} cannot name an adapter; give 1 to {MAX_NAME} printable characters"
             )
         self._check_rank(content)
+        for mix in self._mixes.idle():  # whose slots may be of more use
+            self._forget(mix)
         slot = self._slot_for(previous)
         if slot is not None:
             self._slots.fill(slot, content.adapter)
         adapter = Adapter(
             *(name, next(self._numbers), content.fingerprint, content.adapter.rank),
             *(content.path, content.base_model),
+            next(self._places) if previous is None else previous.place,
+            *(content.task_name, content.prompt_prefix),
+            ranks={key: delta.rank for key, delta in content.adapter.deltas.items()},
         )
         entry = Entry(adapter, content.adapter, last_used=next(self._uses))
         if previous is not None:
@@ -215,15 +246,25 @@ class AdapterRegistry:
         self._loaded = MappingProxyType(
             {each: one for each, one in self._loaded.items() if each != name}
         )
+        self._scales = MappingProxyType(
+            {each: scale for each, scale in self._scales.items() if each != name}
+        )
         self._hide(adapter)
         logger.info("unloaded the adapter %s", name)
 
-    def hold(self, adapter: Adapter) -> None:
-        """A request uses an adapter that was found, until `release`."""
-        entry = self._entries[adapter.number]
+    def hold(self, adapter: Adapter) -> Adapter:
+        """A request uses an adapter that was picked: what is returned, until `release`."""
+        if adapter.parts:
+            entry = self._mixes.find(adapter)
+            if entry is None:
+                entry = self._mixes.add(adapter, next(self._numbers), self._entries)
+                self._entries[entry.adapter.number] = entry
+        else:
+            entry = self._entries[adapter.number]
         assert not entry.hidden
         entry.last_used = next(self._uses)
         self._slots.begin_use(entry)
+        return entry.adapter
 
     def release(self, adapter: Adapter) -> None:
         """A request that held an adapter has ended."""
@@ -255,8 +296,11 @@ class AdapterRegistry:
                 what was there is there again, or if that fails too the slot is free.
         """
         entry = self._entries[number]
-        if not self._slots.put(entry, kept):
-            return False
+        try:
+            if not self._slots.put(entry, kept):
+                return False
+        finally:
+            self._tidy_mixes()
         entry.last_used = next(self._uses)
         return True
 
@@ -266,6 +310,7 @@ class AdapterRegistry:
         As many may be loaded as before, or more if it has more slots.
         """
         self._slots.move_to(model, len(self._entries))
+        self._tidy_mixes()
         self._most = max(self._most, model.capabilities.max_adapters)
 
     def check(self) -> None:
@@ -273,13 +318,15 @@ class AdapterRegistry:
         visible = {
             entry.adapter.name: entry.adapter
             for entry in self._entries.values()
-            if not entry.hidden
+            if not entry.hidden and not entry.adapter.parts
         }
         assert visible == self._loaded
-        assert len(self._entries) <= self._most
+        assert self._scales.keys() <= visible.keys()
+        assert self.num_held <= self._most
         for number, entry in self._entries.items():
             assert entry.adapter.number == number
-            assert entry.num_requests > 0 or not entry.hidden
+            assert entry.num_requests or entry.num_mixes or not entry.hidden
+        self._mixes.check()
         self._slots.check(self._entries.values())
 
     def _check_rank(self, content: AdapterContent) -> None:
@@ -298,12 +345,13 @@ class AdapterRegistry:
 
     def _slot_for(self, previous: Adapter | None) -> int | None:
         """Return a slot for an adapter that may replace one; None: it stays in host memory."""
-        idle = previous is not None and not self._entries[previous.number].num_requests
-        if len(self._entries) >= self._most and not idle:
+        held = None if previous is None else self._entries[previous.number]
+        idle = held is not None and not held.num_requests and not held.num_mixes
+        if self.num_held >= self._most and not idle:
             raise CapacityError(self._full())
         slot = self._slots.unused()
-        if slot is None and previous is not None and idle:
-            slot = self._entries[previous.number].slot
+        if slot is None and held is not None and idle:
+            slot = held.slot
         return slot
 
     def _full(self) -> str:
@@ -311,6 +359,7 @@ class AdapterRegistry:
         listed = ", ".join(
             f"{entry.adapter.name!r}{' (unloaded, in use)' if entry.hidden else ''}"
             for entry in self._entries.values()
+            if not entry.adapter.parts
         )
         slots = self._slots.limits.max_adapters
         places = f"all {slots} slots for adapters are"
@@ -324,11 +373,29 @@ class AdapterRegistry:
     def _hide(self, adapter: Adapter) -> None:
         entry = self._entries[adapter.number]
         entry.hidden = True
+        self._mixes.hide(adapter)
+        self._tidy_mixes()
         self._tidy(entry)
 
     def _tidy(self, entry: Entry) -> None:
         """Forget an adapter that nobody needs any more, and empty its slot."""
-        if not entry.hidden or entry.num_requests:
+        if entry.adapter.number not in self._entries:  # with the last mix of it
             return
-        del self._entries[entry.adapter.number]
-        self._slots.empty(entry)
+        if entry.adapter.parts:
+            self._tidy_mixes()
+        elif entry.hidden and not entry.num_requests and not entry.num_mixes:
+            del self._entries[entry.adapter.number]
+            self._slots.empty(entry)
+
+    def _tidy_mixes(self) -> None:
+        """Forget the mixes that are of no more use."""
+        for mix in self._mixes.spent():
+            self._forget(mix)
+
+    def _forget(self, mix: Entry) -> None:
+        """Forget a mix that no request uses, and its parts, if that was all they were kept for."""
+        assert not mix.num_requests
+        del self._entries[mix.adapter.number]
+        self._slots.empty(mix)
+        for part in self._mixes.remove(mix):
+            self._tidy(part)

@@ -74,6 +74,8 @@ class AppOptions:
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
+        allow_lora_scales: whether they may change what adapters are times in all others that pick
+            none; so they may with the one before, too.
         allowed_origins: web pages of these may use the server, such as https://chat.example, "*" of
             any (CORS); none: no page of another origin.
         reasoning_parser: how reasoning is told from the answer: a name that
@@ -99,6 +101,7 @@ class AppOptions:
     request_timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     allow_runtime_lora: bool = False
+    allow_lora_scales: bool = False
     allowed_origins: tuple[str, ...] = ()
     reasoning_parser: str = AUTO
     tool_call_parser: str = AUTO
@@ -220,7 +223,9 @@ def create_app(
     embeddings.add_routes(app, service)
     classification.add_routes(app, service)
     scoring.add_routes(app, service)
-    adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
+    runtime = options.allow_runtime_lora
+    rescales = runtime or options.allow_lora_scales
+    adapters.add_routes(app, service, allowed=runtime, rescales=rescales)
     return app
 
 

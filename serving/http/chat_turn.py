@@ -13,6 +13,7 @@ from fastapi import Request
 
 from onnxport.errors import RequestError
 from onnxport.serving.http import sse
+from onnxport.serving.http.adapters import scales_of
 from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.generation import Job
@@ -70,7 +71,8 @@ class Turn:
         chat = chat.with_effort(service.template, service.reasoning)
         chat = chat.with_counts(service.engine.max_logprobs, limits.vocab_size)
         params = chat.sampling_params(service.defaults, service.tools)
-        options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
+        scales = scales_of(service, chat.lora, adapter)
+        options = chat.options(key_tenant(request), service.request_timeout_s, adapter, scales)
         tools, functions = chat.offered_tools(), chat.functions()
         longest = limits.max_model_len
         most = chat.most_prompt_tokens or longest

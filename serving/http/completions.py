@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.http import sse
+from onnxport.serving.http.adapters import scales_of
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import (
     Collected,
@@ -50,7 +51,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     limits = service.engine.capabilities
     body = body.with_counts(service.engine.max_logprobs, limits.vocab_size)
     params = body.sampling_params(service.defaults)
-    options = body.options(key_tenant(request), service.request_timeout_s, adapter)
+    scales = scales_of(service, body.lora, adapter)
+    options = body.options(key_tenant(request), service.request_timeout_s, adapter, scales)
     options = replace(options, only_prompt=body.only_prompt)
     given = body.prompts()
     check_number(service.engine, len(given), "prompt")

@@ -61,6 +61,8 @@ class GenerationFields(Body):
     mirostat: int | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
     repeat_last_n: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None

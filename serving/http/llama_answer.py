@@ -43,6 +43,7 @@ def settings_told(body: LlamaBody, params: SamplingParams, num_answers: int) -> 
             "logit_bias",
         )
     settings = generation_settings(params, stream=bool(body.stream))
+    settings["lora"] = [one.model_dump() for one in body.lora or ()]
     if limits := body.line_limits:
         settings["n_indent"] = limits.indent
         settings["t_max_predict_ms"] = body.t_max_predict_ms

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import PlainValidator
 
 from onnxport.serving.http import sse
+from onnxport.serving.http.adapters import scales_of
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import (
     Collected,
@@ -95,7 +96,9 @@ async def respond(
     params = asked.params
     name = f"cmpl-{take_id(request, None)}"
     adapter = service.adapter_of(body.model)
-    options = asked.completion.options(key_tenant(request), service.request_timeout_s, adapter)
+    scales = scales_of(service, body.lora, adapter)
+    tenant = key_tenant(request)
+    options = asked.completion.options(tenant, service.request_timeout_s, adapter, scales)
     options = replace(
         options,
         only_prompt=body.only_prompt,

@@ -10,13 +10,14 @@ from pydantic import Field
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.forms import FormFields
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.http.strict import Strict
+from onnxport.serving.params import MAX_SCALE, SamplingParams
 
 SAMPLED: Final = (  # what the engine has by the same names
     *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     *("dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta"),
-    "repeat_last_n",
+    *("repeat_last_n", "adaptive_target", "adaptive_decay"),
 )
 CALLED: Final[Mapping[str, str]] = {  # what it calls fields of ours
     "max_tokens": "n_predict",
@@ -35,6 +36,7 @@ SAMPLERS: Final = (  # in the order in which they are applied here
     "xtc",
 )
 INFILL: Final = "infill"  # comes behind them where it is asked for
+ADAPTIVE: Final = "adaptive_p"  # the last one, wherever a list has it
 OFF: Final[Mapping[str, Mapping[str, Any]]] = {  # as if a sampler was not there
     "dry": {"dry_multiplier": 0.0},
     "penalties": {
@@ -47,6 +49,7 @@ OFF: Final[Mapping[str, Mapping[str, Any]]] = {  # as if a sampler was not there
     "typical_p": {"typical_p": 1.0},
     "top_p": {"top_p": 1.0},
     "xtc": {"xtc_probability": 0.0},
+    ADAPTIVE: {"adaptive_target": None},
 }
 OTHER_NAMES: Final[Mapping[str, str]] = {
     **{"typ_p": "typical_p", "typ": "typical_p", "typical": "typical_p"},
@@ -55,9 +58,21 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 LETTERS: Final[Mapping[str, str]] = {
     **{"d": "dry", "e": "penalties", "t": "temperature", "s": "top_n_sigma", "m": "min_p"},
     **{"k": "top_k", "y": "typical_p", "p": "top_p", "x": "xtc", "i": INFILL},
+    "a": ADAPTIVE,
 }
 NEVER_THE_LIKELIEST: Final = {"top_n_sigma", "min_p", "top_k", "top_p"}  # is what these leave out
 MOST_SAMPLERS = 64  # of a list
+MOST_LORAS: Final = 256
+
+
+class LoraScale(Strict):
+    """What an adapter is times, which is named by its number."""
+
+    id: Annotated[int, Field(ge=0, lt=2**31)]
+    scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]
+
+
+LoraScales = Annotated[list[LoraScale], Field(max_length=MOST_LORAS, fail_fast=True)]
 
 
 class LlamaCppFields(FormFields):
@@ -71,7 +86,7 @@ class LlamaCppFields(FormFields):
     timings_per_token: bool | None = None
     cache_prompt: bool | None = None
     id_slot: int | None = None  # of place alone
-    lora: list[dict[str, Any]] | None = None
+    lora: LoraScales | None = None
     typ_p: float | None = None  # typical_p, as the list of samplers and its web UI call it
     return_progress: bool | None = None
     sse_ping_interval: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -125,7 +140,6 @@ def told(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
                 name,
             )
         means[field] = value
-    _check_lora(given.get("lora"))
     _check_slot(given.get("id_slot"))
     if given.get("grammar") == "":  # which is none
         means["grammar"] = None
@@ -182,19 +196,6 @@ def _check_unlimited(name: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_lora(given: Any) -> None:
-    """Refuse adapters by number; none, or of none of their weight, is as if nothing was said."""
-    if not isinstance(given, list):
-        return
-    for one in given:
-        if not isinstance(one, dict) or {*one} != {"id", "scale"} or one["scale"] != 0:
-            raise RequestError(
-                f"lora has {repr(one)[:80]}, and adapters have no numbers and no scale here; send "
-                "the name of one as model, and leave lora out",
-                "lora",
-            )
-
-
 def _check_slot(given: Any) -> None:
     """Refuse what can be no slot; any slot says no more than where the prompt may be cached."""
     slot = _int(given)
@@ -223,7 +224,7 @@ def with_samplers(given: Sequence[str] | str, params: SamplingParams) -> Samplin
             token might be drawn than in ours.
     """
     names = _sampler_names(given)
-    left_out = [name for name in SAMPLERS if name not in names]
+    left_out = [name for name in OFF if name not in names]
     if params.mirostat:
         left_out = [name for name in left_out if name in ("dry", "penalties")]
     off = {field: value for name in left_out for field, value in OFF[name].items()}
@@ -260,11 +261,11 @@ def _sampler_names(given: Sequence[str] | str) -> list[str]:
         spelled = [name.replace("-", "_") for name in given[: MOST_SAMPLERS + 1]]
     names = [OTHER_NAMES.get(name, name) for name in spelled]
     for number, name in enumerate(names):
-        is_known = name in SAMPLERS or name == INFILL
+        is_known = name in OFF or name == INFILL
         if not is_known or name in names[:number]:
             what = "is there twice" if is_known else "is not known"
             raise RequestError(
-                f"samplers has {name[:40]!r}, which {what}; it may have {', '.join(SAMPLERS)} and "
+                f"samplers has {name[:40]!r}, which {what}; it may have {', '.join(OFF)} and "
                 f"{INFILL}, or be a text of the letters {''.join(LETTERS)}",
                 "samplers",
             )

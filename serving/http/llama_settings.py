@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onnxport.serving.http.llama_cpp import INFILL, SAMPLED, SAMPLERS
+from onnxport.serving.http.llama_cpp import ADAPTIVE, INFILL, SAMPLED, SAMPLERS
 from onnxport.serving.params import SamplingParams
 
 
@@ -16,6 +16,7 @@ def sampling_settings(params: SamplingParams) -> dict[str, Any]:
     Source of these: https://github.com/ggml-org/llama.cpp/tree/master/tools/server.
     """
     last_n = params.repeat_last_n
+    more = {INFILL: params.infill, ADAPTIVE: params.adaptive_target is not None}
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         "max_tokens": -1 if params.max_tokens is None else params.max_tokens,
@@ -30,7 +31,8 @@ def sampling_settings(params: SamplingParams) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
         **{name: getattr(params, name) for name in SAMPLED},
         "repeat_last_n": -1 if last_n is None else last_n,
-        "samplers": (*SAMPLERS, INFILL) if params.infill else SAMPLERS,
+        "adaptive_target": -1.0 if params.adaptive_target is None else params.adaptive_target,
+        "samplers": (*SAMPLERS, *(name for name, is_on in more.items() if is_on)),
     }
 
 

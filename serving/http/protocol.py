@@ -154,7 +154,11 @@ class RequestBody(LlamaCppFields):
         return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
 
     def options(
-        self, tenant: str | None, timeout_s: float | None, adapter: str | None
+        self,
+        tenant: str | None,
+        timeout_s: float | None,
+        adapter: str | None,
+        scales: Mapping[str, float] | None = None,
     ) -> RequestOptions:
         """Return how the request is treated.
 
@@ -162,6 +166,7 @@ class RequestBody(LlamaCppFields):
             tenant: of the API key; None leaves it to the field `user`.
             timeout_s: where the request gives none.
             adapter: what its model names; None: the model itself.
+            scales: of adapters, by name, what `lora` says; None: nothing.
 
         Raises:
             RequestError: a value is out of its range.
@@ -171,6 +176,7 @@ class RequestBody(LlamaCppFields):
             tenant=(self.user or "") if tenant is None else tenant,
             cache_salt=self.cache_salt,
             adapter=adapter,
+            adapter_scales=scales,
             timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
             tells_progress=self.tells_progress,
         )

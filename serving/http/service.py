@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from onnxport.providers.base import Capabilities
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.classifying import Classifier
 from onnxport.serving.defaults import SamplingDefaults
@@ -169,6 +169,15 @@ class Engine(Protocol):
 
     async def end_thoughts(self, request_id: str) -> bool:
         """Close what a request thinks; returns whether there may be a thought to close."""
+        ...
+
+    @property
+    def adapter_scales(self) -> Mapping[str, float]:
+        """What adapters are times in requests that pick none, by name; others 0."""
+        ...
+
+    async def set_adapter_scales(self, scales: Mapping[str, float]) -> None:
+        """Say so, for new requests."""
         ...
 
     @property

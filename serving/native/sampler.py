@@ -98,7 +98,7 @@ def _no_array() -> None:
 _NO_CHANGES = bytes(CHANGES.size)
 _UNTHINNED = Thinning()
 _UNMOVED = Adapting()
-_FIXED, _DYNAMIC = 0, 3  # csrc/request.h; between them the ways of Mirostat
+_FIXED, _DYNAMIC, _NEAR, _DYNAMIC_NEAR = 0, 3, 4, 5  # csrc/request.h; 1 and 2 are Mirostat's
 
 
 class NativeSampler:
@@ -167,7 +167,7 @@ class NativeSampler:
             for row in invalid:
                 logprobs[row] = None
         surprises: list[float] | None = None
-        if any(row.adapting is not None and row.adapting.mirostat for row in rows):
+        if any(row.has_surprise for row in rows):
             surprises = [one[3] for one in results]
         return Sampled([one[0] for one in results], logprobs, invalid, surprises)
 
@@ -264,11 +264,15 @@ def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
     end = 0
     for row in rows:
         assert row.infill is None  # see `infill_sampler.filled`
-        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, _, moves, _ = row
+        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, _, moves, _, aim = row
         mu = 0.0
         if moves is not None:  # of which mu is another one each time
             mu, moves = moves.mu, moves._replace(mu=0.0)
-        choice = (temperature, top_k, top_p, num_logprobs, min_p, row.thinning, moves)
+        kind = _kind(moves)
+        if aim is not None:
+            assert kind in (_FIXED, _DYNAMIC)  # Mirostat comes in place of all else
+            mu, kind = aim, _NEAR if kind == _FIXED else _DYNAMIC_NEAR
+        choice = (temperature, top_k, top_p, num_logprobs, min_p, row.thinning, moves, kind)
         parts.append(_choice(*choice, vocab))
         parts.append(_NO_CHANGES if edits is None else _changes(edits, kept))
         at = 0 if mask is None else _pointer(_checked_mask(mask, vocab), np.uint32, kept)
@@ -312,6 +316,11 @@ def _ask_about(token_ids: Sequence[int], counts: Sequence[int], vocab: int) -> _
     return _Asked(array("b", b"".join(parts)), ends, [])
 
 
+def _kind(adapting: Adapting | None) -> int:
+    """Return what of a row's sampling depends on all of its logits, as the library numbers it."""
+    return _FIXED if adapting is None else adapting.mirostat or _DYNAMIC
+
+
 @lru_cache(maxsize=4096)
 def _choice(
     temperature: float,
@@ -321,11 +330,11 @@ def _choice(
     min_p: float,
     thinning: Thinning | None,
     adapting: Adapting | None,
+    kind: int,
     vocab: int,
 ) -> bytes:
     """Return what stays the same from step to step, a CHOICE."""
-    least_temperature, exponent, mirostat, _ = adapting or _UNMOVED
-    kind = _FIXED if adapting is None else mirostat or _DYNAMIC
+    least_temperature, exponent, _, _ = adapting or _UNMOVED
     return CHOICE.pack(
         temperature,
         min_p,

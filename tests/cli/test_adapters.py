@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from onnxport.cli import adapters as cli
 from onnxport.cli import build_parser
-from onnxport.cli.session import load_engine
-from onnxport.errors import AdapterError, CapacityError
+from onnxport.cli.session import deltas, load_engine
+from onnxport.errors import AdapterError, CapacityError, RequestError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
@@ -29,6 +29,7 @@ from onnxport.serving.llm import LLM
 from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.exporter import gguf_adapters
 from tests.serving.adapting import content, module_name, random_tensors, write_adapter
+from tests.serving.helpers import tokens
 
 from .conftest import onnxport, serving
 
@@ -107,6 +108,42 @@ def test_names_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         cli.read_adapters(tmp_path, parse("--lora-modules", "a=x", "b=x", "a=y"))
 
 
+def test_scales(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = parse("--lora-scaled", "x/sql.gguf:0.5,y/poems:-2", "--lora-scaled", "c:d:1")
+    assert options.lora_scaled == [
+        ("sql", Path("x/sql.gguf"), 0.5),
+        ("poems", Path("y/poems"), -2.0),
+        ("c:d", Path("c:d"), 1.0),
+    ]
+    assert cli.adapter_scales(options) == {"sql": 0.5, "poems": -2.0, "c:d": 1.0}
+    for wrong in ("a", "a:", ":1", "a:x", "a:nan", "a:1,b"):
+        with pytest.raises(SystemExit, match="2"):
+            parse("--lora-scaled", wrong)
+        assert "is not FNAME:SCALE" in capsys.readouterr().err
+    with pytest.raises(AdapterError, match="--lora-modules and --lora-scaled names a twice"):
+        cli.read_adapters(tmp_path, parse("--lora-modules", "a=x", "--lora-scaled", "b/a:1"))
+    both = build_parser().parse_args(["generate", "m", "x", "--lora", "a", "--lora-scaled", "b:1"])
+    with pytest.raises(RequestError, match="--lora-scaled a:1, and both are added up"):
+        cli.request_options(both)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "expected"),
+    [
+        ("--lora-scaled 0:0.5", (4,), (2, 4)),
+        ("--lora-scaled 0:1", (4,), (1, 4)),
+        ("--lora-scaled 0:0", (4,), (1, 4)),
+        ("--lora-scaled 0:1,1:1", (4, 5), (3, 9)),
+        ("--lora-scaled 0:1,1:0", (4, 5), (2, 5)),
+        ("--lora-scaled 0:1,1:1 --max-loras 2 --max-lora-rank 8", (4, 5), (2, 8)),
+    ],
+)
+def test_slots_for_sums(arguments: str, ranks: tuple[int, ...], expected: tuple[int, int]) -> None:
+    found = [(str(place), content(0, rank)) for place, rank in enumerate(ranks)]
+    load = cli.with_slots(LoadOptions(), parse(*arguments.split()), found)
+    assert (load.max_adapters, load.max_adapter_rank) == expected
+
+
 def test_modules_as_vllm_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
     given = '{"name": "sql", "path": "dir", "base_model_name": "x"}'
     assert parse("--lora-modules", given, "a=b").lora_modules == [
@@ -141,7 +178,27 @@ def file(artifact: Path, folder: Path) -> Path:
     spec = Artifact.read(artifact).manifest.model
     tensors = load_file(folder / "adapter_model.safetensors")
     path = folder.with_name("tiny.gguf")
-    return gguf_adapters.write(path, gguf_adapters.of_llama(tensors, spec))
+    shutil.copy(
+        gguf_adapters.write(path, gguf_adapters.of_llama(tensors, spec)),
+        path.with_name("half.gguf"),
+    )
+    return path
+
+
+def test_a_sum_at_the_start(artifact: Path, folder: Path, file: Path) -> None:
+    """Half of an adapter and half of it, as another file, are the adapter: up to rounding."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+    def answer(*more: str) -> list[int]:
+        engine = load_engine(artifact, parse(*more, *FEW))
+        try:
+            return tokens([*deltas(engine, [engine.prepare("a", [5, 6, 7], params)])])
+        finally:
+            engine.close()
+
+    once = answer("--lora-scaled", f"{folder}:1")
+    assert answer("--lora-scaled", f"{folder}:0.75,{file.with_name('half.gguf')}:0.25") == once
+    assert once != answer("--lora-modules", f"a={folder}")  # which no request picks
 
 
 def test_files_of_llama_cpp(artifact: Path, folder: Path, file: Path, tmp_path: Path) -> None:
@@ -199,14 +256,15 @@ def test_a_server_with_an_adapter(artifact: Path, folder: Path) -> None:
 # The demo model, with adapters and with weights into which they were merged.
 
 
-def merged(folder: Path, target: Path) -> Path:
-    """Export the demo model with an adapter in its weights; in float32, as computed by NumPy."""
+def merged(target: Path, *parts: tuple[Path, float]) -> Path:
+    """Export the demo model with adapters in its weights; in float32, as computed by NumPy."""
     checkpoint = target / "checkpoint"
     shutil.copytree(DEMO, checkpoint)
     weights = {name: value.astype(np.float32) for name, value in load_demo().items()}
     spec = Artifact.read(target.parent / "base").manifest.model
-    for (layer, name), delta in read_adapter(folder, spec).adapter.deltas.items():
-        weights[f"{module_name(layer, name)}.weight"] += delta.b @ delta.a
+    for folder, scale in parts:
+        for (layer, name), delta in read_adapter(folder, spec).adapter.deltas.items():
+            weights[f"{module_name(layer, name)}.weight"] += scale * (delta.b @ delta.a)
     save_file(weights, checkpoint / "model.safetensors")
     return export_model(checkpoint, target / "artifact", ExportOptions(precision="fp32"))
 
@@ -229,9 +287,44 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
         tensors = random_tensors(spec, rank=rank, targets=targets, seed=index)
         config = {"r": rank, "lora_alpha": rank / 2, "target_modules": [*targets]}
         folders.append(write_adapter(root / f"adapter-{index}", tensors, **config))
-        models.append(merged(folders[-1], root / f"merged-{index}"))
+        models.append(merged(root / f"merged-{index}", (folders[-1], 1.0)))
     yield base, folders, models
     shutil.rmtree(root)
+
+
+MIX = (0.75, -0.5)
+
+
+@pytest.fixture(scope="module")
+def mixed_demo(demo: tuple[Path, list[Path], list[Path]]) -> Path:
+    """The demo model with both adapters in its weights, each times its scale."""
+    base, folders, _ = demo
+    return merged(base.parent / "mixed", *zip(folders, MIX, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tokens_of_a_sum_are_those_of_merged_weights(
+    demo: tuple[Path, list[Path], list[Path]], mixed_demo: Path
+) -> None:
+    base, folders, _ = demo
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    options: Any = {"provider": "cpu", "threads": 1, "kv_cache_tokens": 4096}
+    with LLM(mixed_demo, **options) as llm:
+        expected = [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+    with LLM(base, max_adapters=2, **options) as llm:
+        for index, folder in enumerate(folders):
+            llm.load_adapter(str(index), folder)
+        several = [
+            RequestOptions(adapter_scales={str(index): scale for index, scale in enumerate(MIX)}),
+            RequestOptions(adapter="0"),
+            RequestOptions(),
+        ]
+        prompts = [prompt for prompt in PROMPTS for _ in several]
+        outputs = llm.generate(prompts, params, options=several * len(PROMPTS))
+        found = [output.outputs[0].text for output in outputs]
+    assert found[::3] == expected
+    assert all(len({*found[place : place + 3]}) == 3 for place in range(0, len(found), 3))
 
 
 PROMPTS = ("Once upon a time", "The capital of", "2 + 3 =", "A list of words:")

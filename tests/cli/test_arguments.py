@@ -268,7 +268,7 @@ def test_llama_cpp_s_sampling(command: list[str]) -> None:
     given = "--typical-p 0.9 --top-n-sigma 1.5 --xtc-probability 0.5 --xtc-threshold 0.2"
     more = "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n 64 "
     more += "--repeat-last-n 32 --dynatemp-range 0.4 --dynatemp-exponent 2 --mirostat 2 "
-    more += "--mirostat-tau 4 --mirostat-eta 0.2"
+    more += "--mirostat-tau 4 --mirostat-eta 0.2 --adaptive-target 0.5 --adaptive-decay 0.8"
     options = parse(*command, *given.split(), *more.split(), "--max-tokens", "5")
     assert sampling_params(options, SamplingDefaults(typical_p=0.5)) == SamplingParams(
         typical_p=0.9,
@@ -285,6 +285,8 @@ def test_llama_cpp_s_sampling(command: list[str]) -> None:
         mirostat=2,
         mirostat_tau=4.0,
         mirostat_eta=0.2,
+        adaptive_target=0.5,
+        adaptive_decay=0.8,
         max_tokens=5,
     )
     breakers = ("--dry-sequence-breaker", "a", "--dry-sequence-breaker", "b")

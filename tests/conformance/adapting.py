@@ -34,6 +34,8 @@ SHAPES: Final[dict[int, tuple[int, tuple[Projection, ...]]]] = {
     3: (1, ("k_proj", "o_proj", "up_proj")),
 }
 MAX_RANK: Final = 8
+SUM: Final = 4  # in place of a seed
+SUMMED: Final = ((2, 0.75), (3, -1.5))  # the adapters of that, and what each is times
 
 
 def make_adapter(spec: ArchSpec, seed: int) -> LoraAdapter:
@@ -52,11 +54,11 @@ def make_adapter(spec: ArchSpec, seed: int) -> LoraAdapter:
 
 
 class AdaptedWeights(ArtifactWeights):
-    """A `WeightSource` that reads an artifact and adds an adapter to its products."""
+    """A `WeightSource` that reads an artifact and adds adapters, times scales, to its products."""
 
-    def __init__(self, artifact: Artifact, adapter: LoraAdapter) -> None:
+    def __init__(self, artifact: Artifact, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
         super().__init__(artifact)
-        self._adapter = adapter
+        self._adapters = adapters
         self._spec = artifact.manifest.model
 
     def linear(self, role: str, x: Array) -> Array:
@@ -70,16 +72,16 @@ class AdaptedWeights(ArtifactWeights):
         return result
 
     def _delta(self, layer: int, projection: Projection, x: Array) -> Array:
-        delta = self._adapter.deltas.get((layer, projection))
-        if delta is None:
-            rows, _ = projection_shapes(self._spec, layer)[projection]
-            return np.zeros((len(x), rows), np.float32)
-        result: Array = (x @ delta.a.T) @ delta.b.T
+        rows, _ = projection_shapes(self._spec, layer)[projection]
+        result: Array = np.zeros((len(x), rows), np.float32)
+        for adapter, scale in self._adapters:
+            if (delta := adapter.deltas.get((layer, projection))) is not None:
+                result += np.float32(scale) * ((x @ delta.a.T) @ delta.b.T)
         return result
 
 
 class AdaptedReference:
-    """Logits of any sequence with any of the adapters; 0 is the model without one."""
+    """Logits of any sequence with any of the adapters; 0 is the model without one, SUM a sum."""
 
     def __init__(self, path: Path) -> None:
         self._artifact = Artifact.read(path)
@@ -97,7 +99,9 @@ class AdaptedReference:
 
     def _compute(self, token_ids: tuple[int, ...], seed: int) -> NDArray[np.float32]:
         rows = np.arange(len(token_ids), dtype=np.int32)
-        weights = AdaptedWeights(self._artifact, self.adapters.get(seed, LoraAdapter({})))
+        parts = {0: (), SUM: SUMMED}.get(seed, ((seed, 1.0),))
+        adapters = [(self.adapters[one], scale) for one, scale in parts]
+        weights = AdaptedWeights(self._artifact, adapters)
         return forward(self.spec, weights, np.array(token_ids, np.int64), rows)
 
 

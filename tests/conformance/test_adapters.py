@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError, ProviderError
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.providers.base import Model
+from onnxport.serving.adapters.mixes import mixed
 from onnxport.serving.adapters.peft import AdapterContent, fingerprint
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import RequestOptions, SamplingParams
-from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
+from tests.conformance.adapting import MAX_RANK, SHAPES, SUM, SUMMED, AdaptedReference
 from tests.conformance.conftest import Combination, chosen_lanes, combinations, is_fast
 from tests.conformance.lanes import Lane
 from tests.conformance.make import DIAGONAL, LATENT, MIXED
@@ -121,6 +122,18 @@ def test_a_batch_of_several_and_none(adapted: Adapted) -> None:
         check_logits(adapted.rule, own, alone, f"adapter {slot} alone")
         if adapted.lane.name.startswith("cpu-custom"):
             np.testing.assert_array_equal(own, alone)
+
+
+def test_a_sum_of_two_beside_others(adapted: Adapted) -> None:
+    adapters = adapted.reference.adapters
+    parts = [(adapters[seed], scale) for seed, scale in SUMMED]
+    rows = list(zip(TOKENS[:3], (3, 0, 1), strict=True))
+    try:
+        adapted.model.set_adapter(3, mixed("sum", parts))
+        wanted = adapted.wanted([(tokens, SUM if slot == 3 else slot) for tokens, slot in rows])
+        check_logits(adapted.rule, wanted, adapted.run(rows), "a sum in a batch")
+    finally:
+        adapted.model.set_adapter(3, adapters[3])
 
 
 def test_decoding_behind_a_prompt_and_chunks_beside(adapted: Adapted) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ import httpx
 from onnxport.errors import AdapterError, UnknownAdapterError
 from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.classifying import Classifier
 from onnxport.serving.events import Listener
@@ -68,6 +68,7 @@ class FakeEngine:
     failure: str | None = None
     losses: Sequence[Loss] = ()
     adapters: list[Adapter] = field(default_factory=list)
+    adapter_scales: Mapping[str, float] = field(default_factory=dict)
     compiled: list[StructuredOutputs] = field(default_factory=list)
     max_logprobs: int | None = 20
     max_num_seqs: int = 4
@@ -100,6 +101,9 @@ class FakeEngine:
 
     async def end_thoughts(self, request_id: str) -> bool:
         raise AssertionError("nobody thinks here")
+
+    async def set_adapter_scales(self, scales: Mapping[str, float]) -> None:
+        self.adapter_scales = dict(scales)
 
     def add_listener(self, listener: Listener) -> None:
         self.listeners.append(listener)

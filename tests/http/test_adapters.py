@@ -168,3 +168,129 @@ def test_a_server_that_was_not_told_to_reads_no_folders(
 def _models(server: RunningServer) -> list[dict[str, Any]]:
     models: list[dict[str, Any]] = httpx.get(f"{server.url}/v1/models").json()["data"]
     return models
+
+
+# llama.cpp's way: adapters by number, and what each is times.
+
+
+def scaled(server: RunningServer, path: str = "completion", **fields: Any) -> httpx.Response:
+    body = {"prompt": ASK["prompt"], "temperature": 0, "n_predict": 12, **fields}
+    return httpx.post(f"{server.url}/{path}", json=body)
+
+
+def scales(server: RunningServer, *several: float) -> httpx.Response:
+    body = [{"id": place, "scale": scale} for place, scale in enumerate(several)]
+    return httpx.post(f"{server.url}/lora-adapters", json=body)
+
+
+@pytest.fixture(scope="module")
+def two_adapters(_start: StartServer, folders: list[Path]) -> RunningServer:
+    """A server of its own: numbers are those of all that were ever loaded."""
+    server = _start(base=SPEC.to_json(), max_adapters=3, allow_runtime_lora=True)
+    for name, folder in zip(("one", "two"), folders, strict=False):
+        assert load(server, name, folder).status_code == 200
+    return server
+
+
+def test_scales_of_a_request(two_adapters: RunningServer) -> None:
+    """Of completions by any API, and of chats."""
+    server = two_adapters
+    told = httpx.get(f"{server.url}/lora-adapters").json()
+    assert [(one["id"], one["scale"]) for one in told] == [(0, 0.0), (1, 0.0)]
+    assert told[0].keys() == {"id", "path", "scale", "task_name", "prompt_prefix"}
+    mix = [{"id": 1, "scale": 0.5}, {"id": 0, "scale": 2}]
+    cases: dict[str, list[dict[str, Any]]] = {
+        "mix": mix,
+        "same": mix[::-1],
+        "other": [{"id": 1, "scale": 0.25}, {"id": 0, "scale": 2}],
+        "one": [{"id": 0, "scale": 1}, {"id": 1, "scale": 0}],
+        "none": [{"id": 0, "scale": 0}],
+        "nothing": [],
+    }
+    answers = {name: scaled(server, lora=lora).json() for name, lora in cases.items()}
+    texts = {name: answer["content"] for name, answer in answers.items()}
+    assert texts["mix"] == texts["same"]
+    assert len({texts[name] for name in ("mix", "other", "one", "none")}) == 4
+    assert texts["none"] == texts["nothing"]
+    assert answers["mix"]["model"] == MODEL
+    assert answers["mix"]["generation_settings"]["lora"] == [
+        {"id": 1, "scale": 0.5},
+        {"id": 0, "scale": 2.0},
+    ]
+    assert (
+        post(server, "completions", model="one", **ASK).json()["choices"][0]["text"]
+        == (texts["one"])
+    )
+    body = {**ASK, "lora": mix}
+    assert post(server, "completions", **body).json()["choices"][0]["text"] == texts["mix"]
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "the sea"}],
+        "temperature": 0,
+        "max_tokens": 12,
+    }
+    said = [
+        post(server, "chat/completions", **chat, lora=lora).json()["choices"][0]["message"]
+        for lora in (mix, mix[::-1], [])
+    ]
+    assert said[0] == said[1] != said[2]
+
+
+def test_scales_of_all_requests(two_adapters: RunningServer) -> None:
+    server = two_adapters
+    bare = scaled(server).json()["content"]
+    own = scaled(server, lora=[{"id": 0, "scale": 0.5}]).json()["content"]
+    answer = scales(server, 0.5, 0.0)
+    assert (answer.status_code, answer.json()) == (200, {"success": True})
+    told = httpx.get(f"{server.url}/lora-adapters").json()
+    assert [one["scale"] for one in told] == [0.5, 0.0]
+    assert scaled(server).json()["content"] == own != bare
+    assert scaled(server, lora=[{"id": 0, "scale": 0}]).json()["content"] == bare
+    named = post(server, "completions", model="one", **ASK).json()["choices"][0]["text"]
+    assert named == scaled(server, lora=[{"id": 0, "scale": 1}]).json()["content"]
+    assert scales(server).json() == {"success": True}
+    assert scaled(server).json()["content"] == bare
+
+
+def test_numbers_go_with_their_adapters(two_adapters: RunningServer, folders: list[Path]) -> None:
+    server = two_adapters
+    bare = scaled(server).json()["content"]
+    for number in (2, 3):
+        assert load(server, "three", folders[2]).status_code == 200
+        assert httpx.get(f"{server.url}/lora-adapters").json()[-1]["id"] == number
+        body = [{"id": number, "scale": 1.5}]
+        assert httpx.post(f"{server.url}/lora-adapters", json=body).status_code == 200
+        assert scaled(server).json()["content"] != bare
+        assert unload(server, "three").status_code == 200
+        assert scaled(server).json()["content"] == bare
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ([{"id": 2, "scale": 1}], "the adapters that are loaded have 0 (one), 1 (two)"),
+        ([{"id": 0, "scale": 1}, {"id": 0, "scale": 2}], "has the id 0 twice"),
+        ([{"id": 0}], "scale"),
+        ([{"id": -1, "scale": 1}], "id"),
+        ([{"id": 0, "scale": 1e9}], "scale"),
+        ([{"id": 0, "scale": 1, "name": "x"}], "name"),
+        ({"id": 0, "scale": 1}, "lora"),
+    ],
+)
+def test_scales_that_mean_nothing(two_adapters: RunningServer, lora: Any, words: str) -> None:
+    answer = scaled(two_adapters, lora=lora)
+    assert answer.status_code == 400
+    assert words in answer.text
+    assert httpx.post(f"{two_adapters.url}/lora-adapters", json=lora).status_code == 400
+
+
+def test_a_model_and_scales(two_adapters: RunningServer) -> None:
+    answer = scaled(two_adapters, model="one", lora=[{"id": 1, "scale": 0.5}])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora")
+    assert "model names the adapter 'one'" in answer.text
+
+
+def test_whoever_runs_the_server_keeps_the_scales(server: RunningServer) -> None:
+    answer = scales(server)
+    assert answer.status_code == 403
+    assert "--lora-scaled" in answer.text
+    assert httpx.get(f"{server.url}/lora-adapters").json() == []

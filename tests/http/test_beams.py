@@ -244,6 +244,7 @@ async def test_nothing_is_drawn_that_was_not_asked_for(client: Client, path: str
         ("xtc_probability", 0.5),
         ("dynatemp_range", 0.5),
         ("mirostat", 2),
+        ("adaptive_target", 0.5),
         ("repetition_detection", {"max_pattern_size": 4, "min_count": 3}),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from onnxport.errors import RequestError
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.tokenizer import Tokenizer

@@ -46,6 +46,8 @@ GIVEN: dict[str, Any] = {  # a value of each field that changes something
     "mirostat": 2,
     "mirostat_tau": 4.0,
     "mirostat_eta": 0.2,
+    "adaptive_target": 0.5,
+    "adaptive_decay": 0.8,
     "repeat_last_n": 32,
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,

@@ -133,6 +133,8 @@ async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_fo
                 "mirostat": 0,
                 "mirostat_tau": 5.0,
                 "mirostat_eta": 0.1,
+                "adaptive_target": -1.0,
+                "adaptive_decay": 0.9,
                 "samplers": [*SAMPLERS],
             },
         },

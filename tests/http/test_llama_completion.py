@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from onnxport.errors import OverloadedError
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.completion_request import CompletionRequest
@@ -43,6 +43,7 @@ CLIENT: dict[str, Any] = {  # llama.cpp's defaults, as its clients send them
     **{"tfs_z": 1.0, "typical_p": 1.0, "repeat_penalty": 1.1, "repeat_last_n": 64},
     **{"penalize_nl": True, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     **{"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "grammar": "", "image_data": []},
+    **{"adaptive_target": -1.0, "adaptive_decay": 0.9},
     **{"n_probs": 0, "min_keep": 0, "cache_prompt": True, "samplers": "edskypmxt"},
 }
 

@@ -71,6 +71,7 @@ async def test_what_is_sampled_by_the_same_names(asking: Asking) -> None:
     fields = {
         **{"dynatemp_range": 0.5, "dynatemp_exponent": 2.0, "mirostat": 2, "mirostat_tau": 4.0},
         **{"mirostat_eta": 0.2, "repeat_last_n": 128, "max_tokens": 9},
+        **{"adaptive_target": 0.4, "adaptive_decay": 0.7},
     }
     assert await asking.params(**fields) == SamplingParams(**fields)
     nothing = dict.fromkeys(fields) | {"max_tokens": 9}
@@ -176,7 +177,8 @@ async def test_caches_slots_and_adapters(asking: Asking) -> None:
         param, message = await asking.refusal(lora=adapters)
         assert param is not None
         assert param.startswith("lora")
-        assert adapters in ("a", ["a"]) or "model" in message
+        assert adapters in ("a", ["a"]) or "lora" in message
+    assert "GET /lora-adapters" in (await asking.refusal(lora=[{"id": 3, "scale": 0.5}]))[1]
 
 
 @pytest.mark.asyncio
@@ -295,6 +297,8 @@ def test_an_order_that_is_accepted_draws_what_ours_does(names: tuple[str, ...]) 
         ({"top_k": 5, "top_p": 0.9}, ["top_k", "infill", "top_p"], False),
         ({"top_k": 5}, ["infill", "top_p", "top_k"], False),
         ({"temperature": 0.0}, ["infill", "temperature"], True),
+        ({"adaptive_target": 0.5, "top_k": 5}, ["adaptive_p", "top_k"], True),
+        ({"adaptive_target": 0.5, "top_k": 5}, ["infill", "adaptive-p", "top_k"], False),
     ],
 )
 def test_which_orders_are_ours(
@@ -314,18 +318,21 @@ EVERYTHING = SamplingParams(
     **{"dry_multiplier": 1.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
     **{"frequency_penalty": 0.25, "temperature": 0.5, "dynatemp_range": 0.1, "top_n_sigma": 2.0},
     **{"min_p": 0.1, "top_k": 5, "typical_p": 0.9, "top_p": 0.8, "xtc_probability": 0.5},
+    adaptive_target=0.5,
 )
 
 
 def test_what_a_list_leaves_out_is_not_applied() -> None:
-    assert with_samplers(SAMPLERS, EVERYTHING) == EVERYTHING
+    assert with_samplers([*SAMPLERS, "adaptive_p"], EVERYTHING) == EVERYTHING
+    assert with_samplers("adetsmkypx", EVERYTHING) == EVERYTHING
+    assert with_samplers(SAMPLERS, EVERYTHING) == replace(EVERYTHING, adaptive_target=None)
     assert with_samplers([], EVERYTHING) == SamplingParams()
     assert with_samplers("", EVERYTHING) == SamplingParams()
-    for name in SAMPLERS:
+    for name in OFF:
         alone = with_samplers([name], EVERYTHING)
         kept = {field for field in OFF[name] if getattr(alone, field) != OFF[name][field]}
         assert kept == {*OFF[name]}
-        others = (field for other in SAMPLERS if other != name for field in OFF[other].items())
+        others = (field for other in OFF if other != name for field in OFF[other].items())
         assert all(getattr(alone, field) == value for field, value in others)
     surprising = replace(EVERYTHING, mirostat=2)
     wanted = {**OFF["dry"], **OFF["penalties"]}
@@ -410,6 +417,12 @@ def test_a_running_server(ask: Sent) -> None:
     assert ask("abcdef", **sure)[0] == "abcdef"
     wild = {"dynatemp_range": 60.0, "temperature": 60.0, "dynatemp_exponent": 0.0, "seed": 1}
     assert ask("abcdef", n_predict=6, **wild)[0] != "abcdef"
+    near = {"adaptive_target": 1.0, "temperature": 1.0, "seed": 3}  # it is sure of these
+    assert ask("abcdef", n_predict=6, **near)[0] == "abcdef"
+    far = {"adaptive_target": 0.0, "temperature": 1.0, "seed": 3}
+    assert ask("abcdef", n_predict=6, **far)[0] != "abcdef"
+    left_out = far | {"samplers": ["temperature"]}
+    assert ask("abcdef", n_predict=6, **left_out)[0] == "abcdef"
     steady = wild | {"dynatemp_exponent": 100.0, "temperature": 60.0}
     assert ask("abcdef", n_predict=6, **steady)[0] == "abcdef"
 

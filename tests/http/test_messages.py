@@ -15,7 +15,7 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from onnxport.errors import CapacityError, OverloadedError
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.messages import PING

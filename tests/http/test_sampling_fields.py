@@ -106,6 +106,8 @@ def test_dry(ask: Ask) -> None:
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"dry_allowed_length": 1.5}, "dry_allowed_length"),
         ({"mirostat": 3}, "mirostat"),
+        ({"adaptive_target": 1.5}, "adaptive_target"),
+        ({"adaptive_decay": 1}, "adaptive_decay"),
         ({"dynatemp_range": -0.5}, "dynatemp_range"),
     ],
 )
@@ -117,6 +119,7 @@ def test_llama_cpp_s_fields_that_are_refused(ask: Ask, field: dict[str, Any], to
 def test_llama_cpp_s_fields_that_change_nothing(ask: Ask) -> None:
     more = {"mirostat": 0, "mirostat_tau": 5, "dynatemp_range": 0, "repeat_penalty": 1.0}
     more |= {"cache_prompt": True, "id_slot": -1, "n_probs": 0, "typical_p": 1, "top_n_sigma": -1}
+    more |= {"adaptive_target": -1, "adaptive_decay": 0.9}
     assert ask("abc", extra_body=more) == "abc"
 
 

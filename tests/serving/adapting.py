@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, projection_shapes
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving.adapters.mixes import mixed
 from onnxport.serving.adapters.peft import AdapterContent, fingerprint
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -163,6 +164,20 @@ def _alone_with(
     )
     submit(engine, "alone", prompt, params, adapter=None if adapter is None else str(adapter))
     return tuple(tokens(run(engine)["alone"]))
+
+
+@cache
+def mixed_with(
+    scales: tuple[tuple[int, float], ...], prompt: tuple[int, ...], params: SamplingParams = GREEDY
+) -> list[int]:
+    """The tokens with a sum of adapters, by seeds of their contents, that is loaded as one."""
+    one = mixed("sum", [(content(seed).adapter, scale) for seed, scale in scales])
+    engine = adapter_engine(
+        num_blocks=512, max_num_batched_tokens=512, config={"enable_prefix_caching": False}
+    )
+    engine.adapters.load("sum", AdapterContent(one, fingerprint(one), Path(), None))
+    submit(engine, "alone", prompt, params, adapter="sum")
+    return tokens(run(engine)["alone"])
 
 
 BFLOAT16 = ml_dtypes.bfloat16

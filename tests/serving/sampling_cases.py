@@ -82,6 +82,7 @@ def mixed_batch(num_rows: int, vocab: int) -> tuple[Floats, list[RowParams]]:
         RowParams(1.4, 60, 0.9, adapting=Adapting(0.6)),
         RowParams(1.0, adapting=Adapting(mirostat=1, mu=8.0)),
         RowParams(0.8, adapting=Adapting(mirostat=2, mu=6.0)),
+        RowParams(1.1, min_p=0.01, target=0.3),
     ]
     params = []
     for i in range(num_rows):

@@ -279,12 +279,12 @@ def test_how_a_request_s_rows_are_drawn(given: dict[str, float], row: RowParams)
     assert request.row == row
     assert params.greedy == row.greedy
     assert request.plain == row.greedy
-    assert (request.mirostat is not None) == bool(row.adapting and row.adapting.mirostat)
+    assert (request.feedback is not None) == bool(row.adapting and row.adapting.mirostat)
 
 
 def test_mu_begins_at_twice_the_target_and_follows_the_tokens() -> None:
     request = make_request(SamplingParams(mirostat=2, mirostat_tau=3.0, mirostat_eta=0.5), [0], [])
-    state = request.mirostat
+    state = request.feedback
     assert isinstance(state, Mirostat)
     assert row_params(Position(request)).adapting == Adapting(mirostat=2, mu=6.0)
     state.note(5.0)

@@ -123,7 +123,7 @@ def test_the_surprise_of_tokens_comes_near_the_target() -> None:
         submit(engine, "a", [5, 6], params)
         [request] = list(engine._sequences)
         heard: list[float] = []
-        state = request.mirostat
+        state = request.feedback
         assert state is not None
         before = state.mu
         while engine.has_work:

@@ -907,6 +907,7 @@ def test_times_are_those_of_the_search_wherever_beams_part(
         ("xtc_probability", 0.5),
         ("dynatemp_range", 0.5),
         ("mirostat", 2),
+        ("adaptive_target", 0.5),
     ],
 )
 def test_nothing_is_drawn(name: str, value: Any) -> None:

@@ -90,6 +90,7 @@ ADAPTING: list[dict[str, Any]] = [  # to the row, or to what came before
     {"temperature": 0.0, "repetition_penalty": 1.4, "repeat_last_n": 20},
     {"seed": 9, "dynatemp_range": 1.0},
     {"seed": 10, "mirostat": 1, "temperature": 0.6},
+    {"seed": 11, "adaptive_target": 0.3, "top_k": 9, "n": 2},
 ]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},

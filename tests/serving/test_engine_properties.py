@@ -42,6 +42,7 @@ MIXES: Sequence[dict[str, Any]] = (
         "top_n_sigma": 3.0,
     },
     {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.5, "presence_penalty": 0.5},
+    {"adaptive_target": 0.4, "min_p": 0.02, "presence_penalty": 0.5},
     {"dynatemp_range": 0.6, "repetition_penalty": 1.3, "repeat_last_n": 5},
     {"skip_reading_prefix_cache": True},
     {"allowed_token_ids": (9, 20, 31), "repetition_detection": RepetitionDetection(3, 1, 2)},

@@ -39,6 +39,7 @@ MIXES: list[dict[str, Any]] = [
     {"dry_multiplier": 2.0, "dry_sequence_breakers": (), "typical_p": 0.9, "xtc_probability": 0.5},
     {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.3, "frequency_penalty": 0.5},
     {"dynatemp_range": 0.7, "top_p": 0.9, "repetition_penalty": 1.3, "repeat_last_n": 6},
+    {"adaptive_target": 0.3, "adaptive_decay": 0.7, "frequency_penalty": 0.5},
     {"mirostat": 1, "mirostat_tau": 4.0, "allowed_token_ids": range(0, 512, 3)},
 ]
 PARAMS = [

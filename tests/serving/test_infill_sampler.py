@@ -200,6 +200,16 @@ def test_what_says_nothing() -> None:
         assert found[0] == found[1]
 
 
+def test_a_probability_that_is_aimed_at_counts_behind_it() -> None:
+    """Adaptive-p draws from what the filling leaves, by what that is a part of."""
+    logits, params = row({0: 0.6, 3: 0.38, 6: 0.02}, target=0.38, uniform=0.99)
+    filled_row = filled(logits, params)
+    assert filled_row.target == 0.38
+    assert filled_row.edits is not None
+    assert filled_row.edits.allowed is not None
+    assert filled_row.edits.allowed.tolist() == [0, 3]
+
+
 def output(params: SamplingParams, speculator: Prophet | None = None, **config: Any) -> list[int]:
     engine = null_engine(vocab_size=VOCAB, tokenizer=TOKENIZER, speculator=speculator, **config)
     submit(engine, "a", PREFIX, params)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.room import NO_ROOM

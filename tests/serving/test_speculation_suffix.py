@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.outputs import FinishReason
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import TOKEN_ID_TYPECODE, Request

@@ -67,13 +67,13 @@ def _completion(
 ) -> Expected:
     output: list[int] = []
     logprobs: list[float] = []
-    mirostat = None  # how much tokens may surprise is not made of them alone
+    feedback = None  # what tokens say of the next one is not made of them alone
     while True:
         first = make()
         request = [first, *first.siblings][index]
         request.tokens.extend(output)
-        if request.mirostat is not None:
-            mirostat = request.mirostat = mirostat or request.mirostat
+        if request.feedback is not None:
+            feedback = request.feedback = feedback or request.feedback
         if output and (reason := _ended(request, output, tokenizer)):
             return Expected(output, logprobs, reason)
         # Loaded into an empty model, one after the other: each has the slot of its number.
@@ -83,9 +83,9 @@ def _completion(
         sampled = sample(logits, [row_params(Position(request, (), mask))])
         assert not sampled.invalid
         output += sampled.token_ids
-        if mirostat is not None:
+        if feedback is not None:
             assert sampled.surprises is not None
-            mirostat.note(sampled.surprises[0])
+            feedback.note(sampled.surprises[0])
         logprobs += [one.logprob for one in sampled.logprobs or () if one is not None]
         named = request.params.logprob_token_ids or ()
         logprobs += [row_logprobs(logits[0], token_id, 0).logprob for token_id in named]

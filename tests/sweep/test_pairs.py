@@ -69,6 +69,7 @@ AXES: Mapping[str, Sequence[str]] = {
             "llama.cpp",
             "mirostat",
             "moving",
+            "near",
         ),
         "stopped",
         "beams",
@@ -110,6 +111,10 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
     "moving": {
         **{"temperature": 0.8, "seed": 17, "dynatemp_range": 0.6, "dynatemp_exponent": 1.5},
         **{"repetition_penalty": 1.2, "repeat_last_n": 16, "top_p": 0.95},
+    },
+    "near": {
+        **{"temperature": 1.1, "seed": 20, "adaptive_target": 0.3, "adaptive_decay": 0.7},
+        **{"min_p": 0.01, "frequency_penalty": 0.3, "n": 2},
     },
     "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "is")},
     "early": {"temperature": 0.0, "min_tokens": 9},

@@ -36,6 +36,7 @@ BEAMS = 0.15  # the part of the requests that are beam searches
 DRAW = (
     *("temperature", "seed", "top_p", "top_k", "min_p", "typical_p", "xtc_probability"),
     *("repetition_detection", "mirostat", "mirostat_tau", "dynatemp_range"),
+    "adaptive_target",
 )
 LEAVING = 0.15  # the part of the clients that do
 ADAPTERS = {"first": ("q_proj", "v_proj"), "second": ("o_proj", "up_proj"), "third": ("k_proj",)}
@@ -79,6 +80,7 @@ SOMETIMES: Sequence[dict[str, Any]] = (  # each in a few of the requests
     {"n": 3},
     {"dry_multiplier": 2.0},
     {"mirostat": 2, "mirostat_tau": 4.0},
+    {"adaptive_target": 0.4, "min_p": 0.02},
     {"dynatemp_range": 0.5, "repeat_penalty": 1.2, "seed": 5},
     {"xtc_probability": 0.5, "typical_p": 0.9},
     {"repetition_detection": {"max_pattern_size": 8, "min_count": 3}},

@@ -57,7 +57,7 @@ Candidates left_by_rank(const Kernels& kernels, const Row& row, int64_t size, fl
 
 Request adapted(const Kernels& kernels, const Row& row, const Request& request) {
   Request own = request;
-  if (request.adapting != kDynamic) return own;
+  if (!is_dynamic(request)) return own;
   const Spread spread = kernels.spread(row.values, row.count, row.range.maximum);
   double way = 1.0;
   if (spread.count > 1.0) {

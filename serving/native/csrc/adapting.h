@@ -11,12 +11,20 @@ namespace onnxport {
 // see serving/adapting.py.
 Request adapted(const Kernels& kernels, const Row& row, const Request& request);
 
+inline bool is_dynamic(const Request& request) {
+  return request.adapting == kDynamic || request.adapting == kDynamicNear;
+}
+
+inline bool is_near(const Request& request) {
+  return request.adapting == kNear || request.adapting == kDynamicNear;
+}
+
 inline bool has_mu(const Request& request) {
   return request.adapting == kMirostat1 || request.adapting == kMirostat2;
 }
 
-// The place of the token that is drawn, and how much it surprises among those that it was drawn
-// from, in bits.
+// The place of the token that is drawn, and how much it surprises among those that were left to
+// draw from, in bits.
 struct Surprising {
   int32_t place;
   double surprise;

@@ -27,6 +27,14 @@ struct Weighing {
   float scale;
 };
 
+// How near the probability of a value, its weight times `per_weight`, is to a target: it is drawn by
+// exp(-sharpness d^2 / (1 + d)), where d is their distance over a width (llama.cpp's adaptive_p).
+struct Nearness {
+  static constexpr float kSharpness = 10.f, kWidth = 0.3f;
+  float per_weight;
+  float target;
+};
+
 // Numbers values from the largest, `top`, down: min((top - x) * per_unit, kBuckets - 1).
 struct Bucketing {
   float top;
@@ -88,6 +96,14 @@ struct Kernels {
   // The weights; values and weights may be the same array.
   void (*weigh)(const float* values, int64_t count, Weighing weighing, float* weights);
 
+  // What finite values are drawn by, near a target.
+  void (*near)(const float* values, int64_t count, Weighing weighing, Nearness nearness,
+               float* weights);
+
+  // The sums of that of each chunk, double [chunks].
+  void (*near_sums)(const float* values, int64_t count, Weighing weighing, Nearness nearness,
+                    double* sums);
+
   // Copies the values that are at least `least`, and their places, in their order; returns how
   // many. Both arrays have room for kSlack more than there are. Groups that cannot have any, by
   // their maxima, are passed over; null: not known, and many are expected.
@@ -113,6 +129,9 @@ struct Kernels {
 
   // Tallies all values, for Tally::kEdges edges.
   Tally (*tally_all)(const float* values, int64_t count, Weighing weighing, const float* edges);
+
+  // The same without edges.
+  Tally (*tally_logs)(const float* values, int64_t count, Weighing weighing);
 
   // As gather: the values that are in any of the brackets, whose ends are above -inf. As many
   // values of `ahead` are brought near; null: none.

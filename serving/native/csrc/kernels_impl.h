@@ -11,6 +11,7 @@ using onnxport::Bucketing;
 using onnxport::kBuckets;
 using onnxport::kChunk;
 using onnxport::kGroup;
+using onnxport::Nearness;
 using onnxport::Range;
 using onnxport::Weighing;
 
@@ -50,6 +51,37 @@ void weigh(const float* values, int64_t count, Weighing by, float* weights) {
     const Vec w = weight(x, by.maximum, by.scale);
     store_some(weights + place, w, count - place);
   });
+}
+
+static inline Floats part_near(Floats x, Weighing by, Nearness to) {
+  constexpr float kLog2E = 1.44269504f;
+  const Floats chance = part_exp2((x - by.maximum) * by.scale) * to.per_weight;
+  const Floats off = (chance - to.target) * (1.f / Nearness::kWidth);
+  const Floats distance = off < Floats{} ? -off : off;
+  const Floats fall = distance * distance / (distance + 1.f);
+  return part_exp2(fall * (-Nearness::kSharpness * kLog2E));
+}
+
+void near(const float* values, int64_t count, Weighing by, Nearness to, float* weights) {
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    const Vec w = each([&](int p) { return part_near(x.part[p], by, to); });
+    store_some(weights + place, w, count - place);
+  });
+}
+
+void near_sums(const float* values, int64_t count, Weighing by, Nearness to, double* sums) {
+  const Vec lowest = splat(-__FLT_MAX__);
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec sum = splat(0.f);
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+      for (int p = 0; p < kParts; p++) {
+        const Found counts = reaches(x.part[p], lowest.part[p]);  // not what fills up the last one
+        sum.part[p] = add_where(sum.part[p], counts, part_near(x.part[p], by, to));
+      }
+    });
+    sums[begin / kChunk] = sum_of(sum);
+  }
 }
 
 // Asks for the groups of a chunk that `bits` tells of.
@@ -230,19 +262,19 @@ class Sums {
 
 constexpr int64_t kTogether = 128;  // values whose weights are summed up in float
 
-// With that many of the edges, and the logarithms where there are all.
-template <int kEdges>
+// With that many of the edges, and the logarithms, or of the values below `top`.
+template <int kEdges, bool kWithLogs>
 static inline onnxport::Tally tally_by(const float* values, int64_t count, Weighing by, float top,
                                        const float* edges) {
-  constexpr bool kWithLogs = kEdges == onnxport::Tally::kEdges;
+  constexpr int kRoom = kEdges > 0 ? kEdges : 1;
   const Floats least = Floats{} - 127.f;  // the logarithm of what weighs nothing
   const Vec end = splat(top), none = splat(0.f);
-  Vec bounds[kEdges];
+  Vec bounds[kRoom];
   for (int e = 0; e < kEdges; e++) bounds[e] = splat(edges[e]);
-  Sums weights, logs, above[kEdges];
+  Sums weights, logs, above[kRoom];
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t last = first + kTogether < count ? first + kTogether : count;
-    Vec sum = none, products = none, parts[kEdges];
+    Vec sum = none, products = none, parts[kRoom];
     for (int e = 0; e < kEdges; e++) parts[e] = none;
     sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
       __builtin_prefetch(values + place + kAhead);
@@ -267,11 +299,15 @@ static inline onnxport::Tally tally_by(const float* values, int64_t count, Weigh
 }
 
 onnxport::Tally tally(const float* values, int64_t count, Weighing by, float top, float edge) {
-  return tally_by<1>(values, count, by, top, &edge);
+  return tally_by<1, false>(values, count, by, top, &edge);
 }
 
 onnxport::Tally tally_all(const float* values, int64_t count, Weighing by, const float* edges) {
-  return tally_by<onnxport::Tally::kEdges>(values, count, by, INFINITY, edges);
+  return tally_by<onnxport::Tally::kEdges, true>(values, count, by, INFINITY, edges);
+}
+
+onnxport::Tally tally_logs(const float* values, int64_t count, Weighing by) {
+  return tally_by<0, true>(values, count, by, INFINITY, nullptr);
 }
 
 int64_t list(const float* values, int64_t count, const onnxport::Brackets& brackets,
@@ -404,8 +440,8 @@ onnxport::Spread spread(const float* values, int64_t count, float maximum) {
 }
 
 constexpr onnxport::Kernels kKernels{
-    ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
-    gather_bucket, split, tally, tally_all, list, gather_between, copy_allowed, before, moments,
+    ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, near, near_sums, gather, bucket,
+    gather_bucket, split, tally, tally_all, tally_logs, list, gather_between, copy_allowed, before, moments,
     count_bits, spread};
 
 }  // namespace

@@ -20,6 +20,8 @@ enum Adapting : int32_t {
   kMirostat1 = 1,   // how many tokens are left
   kMirostat2 = 2,   // how probable those that are left have to be
   kDynamic = 3,     // the temperature
+  kNear = 4,        // how near each probability is to the target of adaptive-p
+  kDynamicNear = 5, // both
 };
 
 // How one row is sampled, and what came of it. Pointers may be null where their number is 0.
@@ -49,7 +51,8 @@ struct Request {
   // What is of this step.
   const uint32_t* mask;  // bit i % 32 of word i / 32 allows token i; null: all
   double uniform;
-  double mu;          // how much a token may surprise, in bits, if kMirostat1 or kMirostat2
+  double mu;          // how much a token may surprise, in bits, if kMirostat1 or kMirostat2; the
+                      // probability that is aimed at if kNear or kDynamicNear
   int64_t token;      // in if has_token, out otherwise
   int64_t top_begin;  // where the likeliest begin in the batch's top_ids and top_logprobs
   // Results.

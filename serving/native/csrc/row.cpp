@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "adapting.h"
+#include "near.h"
 #include "nucleus.h"
 #include "race.h"
 #include "thinning.h"
@@ -235,6 +236,12 @@ bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& 
     return true;
   }
   const Request own = adapted(kernels, row, request);
+  if (is_near(own) && !own.greedy) {
+    const Surprising drawn = draw_near(kernels, row, own, s);
+    request.token = all.place(drawn.place);
+    request.surprise = drawn.surprise;
+    return true;
+  }
   if (all.places && is_full(own)) {
     Race race(own, nullptr);
     race.run(all);

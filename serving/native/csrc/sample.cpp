@@ -50,8 +50,7 @@ Sample::Sample(const Kernels& kernels, const Candidates& all, Weighing by, Scrat
   const double total = masses_[kBuckets];
   if (!(total > 0.0 && total < INFINITY)) return;
   total_ = total;
-  const float edges[Tally::kEdges] = {};
-  const Tally tally = kernels.tally_all(s.sample.data(), size, by, edges);
+  const Tally tally = kernels.tally_logs(s.sample.data(), size, by);
   average_ =
       static_cast<double>(by.maximum) + tally.logs / tally.weights / static_cast<double>(by.scale);
 }

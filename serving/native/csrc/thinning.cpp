@@ -40,13 +40,8 @@ Choices choices_of(const Kernels& kernels, const Candidates& all, Weighing by, d
   return found;
 }
 
-// The place of the token that is drawn once XTC has left out the likely choices but the least
-// likely one. What it leaves is looked at by itself: it may weigh too little beside what it leaves
-// out.
-int32_t draw_others(const Kernels& kernels, const Candidates& all, Weighing by, Descent::Stop end,
-                    const Request& request, Scratch& s) {
-  const Choices choices = choices_of(kernels, all, by, request.xtc_threshold * end.sum);
-  if (end.place >= 0 && choices.sum >= end.sum) return end.place;  // there are no others
+// What is left once all choices but the least likely one are gone.
+Candidates others_of(const Candidates& all, const Choices& choices, Scratch& s) {
   Shelf& shelf = s.others;
   shelf.make_room(all.size);
   size_t size = 0;
@@ -55,7 +50,17 @@ int32_t draw_others(const Kernels& kernels, const Candidates& all, Weighing by, 
     shelf.places[size] = all.place(i);
     size += choices.last < 0 || i == choices.last || all.values[i] < choices.least;
   }
-  const Candidates others = shelf.first(static_cast<int64_t>(size));
+  return shelf.first(static_cast<int64_t>(size));
+}
+
+// The place of the token that is drawn once XTC has left out the likely choices but the least
+// likely one. What it leaves is looked at by itself: it may weigh too little beside what it leaves
+// out.
+int32_t draw_others(const Kernels& kernels, const Candidates& all, Weighing by, Descent::Stop end,
+                    const Request& request, Scratch& s) {
+  const Choices choices = choices_of(kernels, all, by, request.xtc_threshold * end.sum);
+  if (end.place >= 0 && choices.sum >= end.sum) return end.place;  // there are no others
+  const Candidates others = others_of(all, choices, s);
   const Range range = kernels.scan(others.values, others.size);
   const Descent descent(kernels, others, range, {range.maximum, by.scale}, s);
   double total = descent.total();
@@ -222,6 +227,11 @@ float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
   const double mean = moments.sum / moments.count;
   const double variance = std::max(0.0, moments.squares / moments.count - mean * mean);
   return static_cast<float>(maximum - deviations * std::sqrt(variance));
+}
+
+Candidates without_choices(const Kernels& kernels, const Candidates& all, Weighing by,
+                           double bound, Scratch& s) {
+  return others_of(all, choices_of(kernels, all, by, bound), s);
 }
 
 int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& kept, Weighing by,

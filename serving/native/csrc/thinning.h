@@ -16,4 +16,9 @@ float sigma_floor(const Kernels& kernels, const Row& row, double deviations);
 int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& kept,
                      Weighing weighing, const Request& request, Scratch& scratch);
 
+// What XTC leaves of some candidates, whose likely choices are those of a weight of at least
+// `bound`: all but these, and the least likely one of them; in scratch.others.
+Candidates without_choices(const Kernels& kernels, const Candidates& all, Weighing weighing,
+                           double bound, Scratch& scratch);
+
 }  // namespace onnxport

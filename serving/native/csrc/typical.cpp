@@ -282,8 +282,7 @@ class Border {
 // few; false: others are typical, too.
 bool find_near(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
                double share, const Sample& sample, Scratch& s, Candidates& left) {
-  const float edges[Tally::kEdges] = {};
-  const Tally tally = kernels.tally_all(all.values, all.size, by, edges);
+  const Tally tally = kernels.tally_logs(all.values, all.size, by);
   const Surprise surprise(by, tally.weights, tally.logs / kLog2E);
   const float least =
       static_cast<float>(std::max(surprise.below(kHead), sample.value_of(kMany, INFINITY)));

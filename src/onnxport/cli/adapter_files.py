@@ -36,4 +36,7 @@ def read_gguf(path: Path, base: ArchSpec) -> AdapterContent:
     from onnxport.serving.adapters.peft import AdapterContent, fingerprint
 
     found = read(path, base)
-    return AdapterContent(found.adapter, fingerprint(found.adapter), path, found.base_model)
+    return AdapterContent(
+        *(found.adapter, fingerprint(found.adapter), path, found.base_model),
+        *(found.task_name, found.prompt_prefix),
+    )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.cli.values import positive
-from onnxport.errors import AdapterError, CapacityError
+from onnxport.errors import AdapterError, CapacityError, RequestError
 
 if TYPE_CHECKING:
+    from onnxport.graphs.lora import LoraAdapter
     from onnxport.providers.base import LoadOptions
     from onnxport.serving.adapters.peft import AdapterContent
     from onnxport.serving.params import RequestOptions
@@ -55,6 +57,25 @@ def _module_object(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
+def scaled_adapters(text: str) -> list[tuple[str, Path, float]]:
+    """Parse llama.cpp's FNAME:SCALE, or several with commas between; each is called as its file."""
+    found = []
+    for part in text.split(","):
+        path, colon, number = part.rpartition(":")
+        try:
+            scale = float(number)
+        except ValueError:
+            colon = ""
+        if not (colon and path and math.isfinite(scale)):
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not FNAME:SCALE, as in adapters/sql.gguf:0.5"
+            )
+        file = Path(path)
+        name = file.stem if file.suffix.lower() == ".gguf" else file.resolve().name
+        found.append((name, file, scale))
+    return found
+
+
 def add_adapter_options(parser: argparse.ArgumentParser) -> None:
     """Add which LoRA adapters a server has."""
     group = parser.add_argument_group("LoRA adapters")
@@ -68,6 +89,7 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         help="adapters to load, folders as PEFT writes them or .gguf files of llama.cpp; requests "
         'pick one as their model; also as {"name": NAME, "path": PATH}',
     )
+    _add_scaled(group, "requests that pick none are answered with")
     group.add_argument(
         "--enable-lora", action="store_true", help=f"room for {DEFAULT_LORAS} adapters"
     )
@@ -109,7 +131,20 @@ def add_adapter_option(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="answer with this LoRA adapter, a folder of PEFT or a .gguf file of llama.cpp",
     )
+    _add_scaled(parser, "answer with")
     _add_dtype(parser)
+
+
+def _add_scaled(parser: argparse._ActionsContainer, what: str) -> None:
+    parser.add_argument(
+        "--lora-scaled",
+        type=scaled_adapters,
+        action="extend",
+        default=[],
+        metavar="PATH:SCALE",
+        help=f"{what} the sum of these LoRA adapters, each times its scale; several with commas "
+        "between",
+    )
 
 
 def _add_dtype(parser: argparse._ActionsContainer) -> None:
@@ -126,7 +161,26 @@ def request_options(options: argparse.Namespace) -> RequestOptions:
     """Return how the requests of a command that answers by itself are treated."""
     from onnxport.serving.params import RequestOptions
 
+    if options.lora is not None and options.lora_scaled:
+        raise RequestError(
+            f"--lora {options.lora} and --lora-scaled were given; give the first as --lora-scaled "
+            f"{options.lora}:1, and both are added up"
+        )
     return RequestOptions(adapter=None if options.lora is None else LORA)
+
+
+def named_adapters(options: argparse.Namespace) -> list[tuple[str, Path]]:
+    """Return the adapters that were asked for, by name, in the order in which they are loaded."""
+    named: list[tuple[str, Path]] = list(getattr(options, "lora_modules", ()))
+    if getattr(options, "lora", None) is not None:
+        named.append((LORA, options.lora))
+    named += [(name, path) for name, path, _ in getattr(options, "lora_scaled", ())]
+    return named
+
+
+def adapter_scales(options: argparse.Namespace) -> dict[str, float]:
+    """Return what adapters are times in requests that pick none, by name."""
+    return {name: scale for name, _, scale in getattr(options, "lora_scaled", ())}
 
 
 def read_adapters(artifact: Path, options: argparse.Namespace) -> list[tuple[str, AdapterContent]]:
@@ -135,14 +189,14 @@ def read_adapters(artifact: Path, options: argparse.Namespace) -> list[tuple[str
     Raises:
         AdapterError: one cannot be read, does not fit the model, or two have one name.
     """
-    named: list[tuple[str, Path]] = list(getattr(options, "lora_modules", ()))
-    if getattr(options, "lora", None) is not None:
-        named.append((LORA, options.lora))
-    if not named:
+    if not (named := named_adapters(options)):
         return []
     names = [name for name, _ in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise AdapterError(f"--lora-modules names {', '.join(twice)} twice; choose another name")
+        raise AdapterError(
+            f"{_giving(options)} names {', '.join(twice)} twice; choose another name"
+            + (", of the file or the folder" if options.lora_scaled else "")
+        )
     from onnxport.cli.adapter_files import read_adapter
     from onnxport.graphs.artifact import Artifact
 
@@ -181,13 +235,13 @@ def with_slots(
         )
     if host is not None and host < len(adapters):
         raise CapacityError(
-            f"--max-cpu-loras is {host}, and --lora-modules names {len(adapters)} adapters; raise "
-            "it, or leave it out"
+            f"--max-cpu-loras is {host}, and {_giving(options)} names {len(adapters)} adapters; "
+            "raise it, or leave it out"
         )
     if host is None and most is not None and most < len(adapters):
         raise CapacityError(
-            f"--max-loras is {most}, and --lora-modules names {len(adapters)} adapters; raise it, "
-            f"leave it out, or give --max-cpu-loras {len(adapters)}"
+            f"--max-loras is {most}, and {_giving(options)} names {len(adapters)} adapters; raise "
+            f"it, leave it out, or give --max-cpu-loras {len(adapters)}"
         )
     for name, content in adapters:
         if rank is not None and content.adapter.rank > rank:
@@ -196,9 +250,13 @@ def with_slots(
                 f"{content.adapter.rank}; raise it, or leave it out"
             )
     ranks = [content.adapter.rank for _, content in adapters]
+    scales = adapter_scales(options)
+    summed = [content.adapter for name, content in adapters if scales.get(name)]
+    ranks.append(_joint_rank(summed))
     if later or most:  # others may come
         ranks.append(DEFAULT_LORA_RANK)
-    slots = max(DEFAULT_LORAS if later else 1, len(adapters))
+    is_mix = any(scale not in (0.0, 1.0) for scale in scales.values()) or len(summed) > 1
+    slots = max(DEFAULT_LORAS if later else 1, len(adapters) + is_mix)
     if host is not None:
         slots = min(host, slots)
     return replace(
@@ -207,6 +265,20 @@ def with_slots(
         max_adapter_rank=rank or max(ranks),
         adapter_dtype=dtype or "auto",
     )
+
+
+def _joint_rank(adapters: Sequence[LoraAdapter]) -> int:
+    """Return the rank of a sum of adapters."""
+    from onnxport.serving.adapters.mixes import joint_ranks
+
+    ranks = ({key: delta.rank for key, delta in one.deltas.items()} for one in adapters)
+    return max(joint_ranks(ranks).values(), default=0)
+
+
+def _giving(options: argparse.Namespace) -> str:
+    """The options that named adapters."""
+    names = {"lora_modules": "--lora-modules", "lora": "--lora", "lora_scaled": "--lora-scaled"}
+    return " and ".join(text for name, text in names.items() if getattr(options, name, None))
 
 
 def _giving_adapters(options: argparse.Namespace) -> str:

@@ -44,6 +44,12 @@ LLAMA_CPP: tuple[tuple[str, Any, str], ...] = (  # option, type, meaning
     ("--mirostat", int, "1 or 2 keep the surprise of tokens near a target, 0 does not (0)"),
     ("--mirostat-tau", float, "how much tokens are to surprise, in bits (5)"),
     ("--mirostat-eta", float, "which part of what is missing to it each token makes up for (0.1)"),
+    (
+        "--adaptive-target",
+        float,
+        "keep the probability of tokens, of what all else leaves, near this; below 0 do not (-1)",
+    ),
+    ("--adaptive-decay", float, "how much each token counts for that beside the next one (0.9)"),
 )
 
 

@@ -13,7 +13,7 @@ from socket import socket
 from ssl import SSLContext
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from onnxport.cli.adapters import add_adapter_options
+from onnxport.cli.adapters import add_adapter_options, named_adapters
 from onnxport.cli.arguments import (
     Commands,
     add_cache_options,
@@ -384,11 +384,11 @@ def model_names(options: argparse.Namespace) -> tuple[str, ...]:
     names = tuple(options.served_model_name or (own,))
     if twice := [name for name in names if names.count(name) > 1]:
         raise RequestError(f"--served-model-name has {twice[0]!r} twice; give each name once")
-    for adapter, _ in options.lora_modules:
+    for adapter, _ in named_adapters(options):
         if adapter in names:
             raise RequestError(
-                f"--lora-modules calls an adapter {adapter!r}, as the model itself is called; "
-                "choose another name, or another --served-model-name"
+                f"an adapter of --lora-modules or --lora-scaled is called {adapter!r}, as the "
+                "model itself is called; choose another name, or another --served-model-name"
             )
     return names
 
@@ -462,6 +462,7 @@ def _serve(
             keys,
             options.request_timeout,
             allow_runtime_lora=options.allow_runtime_lora,
+            allow_lora_scales=bool(options.lora_scaled),
             allowed_origins=tuple(options.allowed_origins),
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,

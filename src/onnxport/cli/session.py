@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from onnxport.cli.adapters import read_adapters, with_slots
+from onnxport.cli.adapters import adapter_scales, read_adapters, with_slots
 from onnxport.cli.arguments import engine_config, load_options, trials_folder
 from onnxport.errors import ProviderError
 
@@ -47,6 +47,8 @@ def load_engine(artifact: Path, options: argparse.Namespace, texts: Collection[s
     try:
         for name, content in adapters:
             engine.adapters.load(name, content)
+        if scales := adapter_scales(options):
+            engine.adapters.set_scales(scales)
     except BaseException:
         engine.close()
         raise
