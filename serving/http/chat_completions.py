@@ -16,7 +16,6 @@ from onnxport.serving.http.chat_turn import Turn
 from onnxport.serving.http.generation import (
     Collected,
     Header,
-    Job,
     Run,
     collect,
     generate,
@@ -69,6 +68,7 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     """Answer one request, as a whole or as a stream."""
     name = f"chatcmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
+    body = body.with_usage() if service.forces_usage else body
     turn = await Turn.of(service, request, body, name, adapter)
     job, params = turn.job, turn.job.params
     told = Told(
@@ -84,18 +84,20 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header.new(name, kind, turn.model)
     if body.stream:
-        chunks = _chunks(service, job, header, told, body)
+        chunks = _chunks(service, turn, header, told, body)
         return await sse.respond(request, chunks, service.ping_interval_s)
     usage = told.thinking.usage(job, service.tokenizer)
 
     async def whole() -> dict[str, Any]:
         async with aclosing(generate(service.engine, job)) as deltas:
             results = await collect(deltas, usage)
-        more: dict[str, Any] = {}
-        if params.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
-        if told.ids:
-            more["prompt_token_ids"] = list(job.prompts[0])
+        more: dict[str, Any] = {
+            "prompt_logprobs": prompt_entries(results[0].prompt_logprobs)
+            if params.prompt_logprobs is not None
+            else None,
+            "prompt_token_ids": list(job.prompts[0]) if told.ids else None,
+            "prompt_text": turn.prompt_text if body.return_prompt_text else None,
+        }
         if body.timings_per_token:
             more["timings"] = usage.timings()
         choices = [
@@ -117,7 +119,7 @@ def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[
         "logprobs": told.logprobs(service, result.logprobs),
         "finish_reason": told.finish_reason(result.finish_reason, called),
         "stop_reason": result.stop_reason,
-        **({"token_ids": result.token_ids} if told.ids else {}),
+        "token_ids": result.token_ids if told.ids else None,
     }
 
 
@@ -143,13 +145,16 @@ def _message(service: Service, text: str, told: Told) -> tuple[dict[str, Any], b
 
 
 async def _chunks(
-    service: Service, job: Job, header: Header, told: Told, body: ChatRequest
+    service: Service, turn: Turn, header: Header, told: Told, body: ChatRequest
 ) -> sse.Chunks:
     """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
+    job = turn.job
     usage = told.thinking.usage(job, service.tokenizer)
     more: dict[str, Any] = {"usage": None} if body.include_usage else {}
     choices = [_Streamed(service, index, told) for index in range(job.num_choices)]
     first: dict[str, Any] = {"prompt_token_ids": list(job.prompts[0])} if told.ids else {}
+    if body.return_prompt_text:
+        first["prompt_text"] = turn.prompt_text
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
         nonlocal first

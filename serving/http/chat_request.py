@@ -47,6 +47,7 @@ class ChatRequest(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MOST_DOCUMENTS)] | None = None
     include_reasoning: bool | None = None  # true unless told otherwise
+    return_prompt_text: bool | None = None
     reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")

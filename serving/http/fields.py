@@ -19,6 +19,16 @@ LABELS = {
 }
 TIERS = ("auto", "default", "flex", "scale", "priority")  # OpenAI's; here there is one
 
+# vLLM's: which requests go together, marks in texts, versions of weights that change while a server
+# runs, what its router asks of it, and images.
+OF_VLLM: Mapping[str, Any] = {
+    "session_id": ANY,
+    **{"watermarking": (False,), "return_weight_versions": (False,)},
+    **{"return_token_offsets": (False,), "routed_experts_prompt_start": (0,)},
+    **{"ec_transfer_params": ({},), "kv_transfer_params": ({},), "vllm_xargs": ({},)},
+    **{"mm_payload": ("tensors",), "return_mm_kwargs": (True, False)},
+}
+
 MOST_FIELDS = 256  # of a body; no request has a third of them
 MAX_DEPTH = 64  # of nested lists and objects
 _PLAIN = {int, bool, type(None)}
@@ -35,14 +45,13 @@ NEUTRAL: Mapping[str, Any] = {
     **{"min_keep": (0, 1), "t_max_predict_ms": (0, -1)},  # llama.cpp's, as what follows
     **{"return_progress": (False,), "return_tokens": (False,), "post_sampling_probs": (False,)},
     "detokenize": (True,),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
+    **OF_VLLM,
 }
 # vLLM's and llama.cpp's, of APIs that are turned into chats and completions, which may obey more.
 OF_ENGINES: Mapping[str, Any] = {
     **{"length_penalty": (1,), "use_beam_search": (False,), "logits_processors": ([],)},
     **{"spaces_between_special_tokens": (True, False), "detokenize": (True,)},
-    **{"kv_transfer_params": ({},), "vllm_xargs": ({},)},
+    **OF_VLLM,
     "min_keep": (0, 1),
     **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
 }

@@ -16,6 +16,7 @@ from onnxport.serving.http.errors import ApiError
 PROTECTED = (
     *("/v1", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion"),
     *("/embedding", "/infill", "/slots", "/pooling", "/classify", "/score", "/rerank", "/v2"),
+    "/invocations",
 )
 PROBES = ("/v1/health",)  # which have no key
 TENANT = "tenant"  # in the state of a request

@@ -247,6 +247,7 @@ class Service:
     thinking_token_budget: int | None = None  # of chats that give none
     stream_interval: int = 1  # of streams that give none
     infill: Infill | None = None  # how the model fills in; None: it has no tokens for that
+    forces_usage: bool = False  # whether streams tell the usage that did not ask for it
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

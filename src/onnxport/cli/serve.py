@@ -93,6 +93,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="a stream that has nothing to tell for so long tells that it lives, by a comment; 0: "
         "never (10)",
     )
+    group.add_argument(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="streams of completions and chats tell the usage with each chunk and at the end, "
+        "whatever their stream_options say",
+    )
     add_api_options(group)
     group.add_argument("--access-log", action="store_true", help="log every request")
     _add_tls_options(parser)
@@ -258,6 +264,7 @@ def _serve(
         "sse_ping_interval_s": options.sse_ping_interval,
         "stream_interval": options.stream_interval,
         "root_path": options.root_path,
+        "force_include_usage": options.enable_force_include_usage,
     }
     with open_app(artifact, chosen, options, **more) as (app, engine):
 
