@@ -44,6 +44,7 @@ class Told:
     by_id: bool  # whether tokens of log probabilities are named by their ids
     skips: bool  # whether special tokens are left out of the content
     thinking: Thinking
+    echo: str  # what the content begins with, whatever was generated
 
     def logprobs(
         self, service: Service, tokens: Sequence[tuple[int, TokenLogprobs]]
@@ -80,6 +81,7 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         bool(body.return_tokens_as_token_ids),
         params.skip_special_tokens,
         turn.thinking,
+        body.echoed,
     )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header.new(name, kind, turn.model)
@@ -113,6 +115,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
 def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:
     """Return a choice that has ended."""
     message, called = _message(service, result.text, told)
+    if told.echo:
+        message["content"] = told.echo + (message["content"] or "")
     return {
         "index": index,
         "message": message,
@@ -170,8 +174,8 @@ async def _chunks(
         async for index, delta in deltas:
             if delta.is_missing:
                 continue
-            if (role := choices[index].begin()) is not None:
-                yield chunk(role)
+            for choice in choices[index].begin():
+                yield chunk(choice)
             runs = usage.add(index, delta)
             for choice in choices[index].take(delta, runs):
                 yield chunk(choice)
@@ -194,12 +198,14 @@ class _Streamed:
         self._num_calls = 0
         self._started = False
 
-    def begin(self) -> dict[str, Any] | None:
-        """Return the chunk that comes before the first token, with the role; later None."""
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """Yield what comes before the first token, the role and what is echoed; later nothing."""
         if self._started:
-            return None
+            return
         self._started = True
-        return self._choice({"role": "assistant", "content": ""})
+        yield self._choice({"role": "assistant", "content": ""})
+        if self._told.echo:
+            yield self._choice({"content": self._told.echo})
 
     def take(self, delta: CompletionDelta, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         """Yield what one delta adds, a chunk each; `runs` of its tokens may be reasoning."""

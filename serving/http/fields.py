@@ -65,7 +65,6 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "moderation": (),
     "functions": ([],),
     "function_call": ("auto", "none"),
-    "echo": (False,),
     "chat_template": (),
     "media_io_kwargs": ANY,  # of images and sounds, which are refused
     "mm_processor_kwargs": ANY,
