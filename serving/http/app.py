@@ -19,6 +19,7 @@ from onnxport.serving.http import (
     anthropic,
     chat_completions,
     classification,
+    cohere_embeddings,
     completions,
     embeddings,
     errors,
@@ -222,6 +223,7 @@ def create_app(
     llama_completion.add_routes(app, service)
     infill.add_routes(app, service)
     embeddings.add_routes(app, service)
+    cohere_embeddings.add_routes(app, service)
     classification.add_routes(app, service)
     scoring.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)

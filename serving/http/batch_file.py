@@ -17,7 +17,7 @@ from onnxport.serving.http.errors import shortened
 
 URLS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score"),
+    *("/v1/embeddings", "/v2/embed", "/classify", "/pooling", "/score", "/v1/score"),
     *("/rerank", "/v1/rerank", "/v2/rerank", "/tokenize"),
 )
 FIELDS: Final = ("custom_id", "method", "url", "body")
