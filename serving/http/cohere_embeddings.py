@@ -147,7 +147,7 @@ async def respond(service: Service, request: Request, body: EmbedRequest) -> Res
         "texts": body.texts,
         "meta": {
             "api_version": {"version": "2"},
-            "billed_units": {"input_tokens": found.num_tokens},
+            "billed_units": {"input_tokens": found.num_tokens, "image_tokens": 0},
         },
         "response_type": "embeddings_by_type",
     }

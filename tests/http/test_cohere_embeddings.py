@@ -37,7 +37,7 @@ async def test_vectors_of_texts(model_folder: Path) -> None:
         assert (body["response_type"], body["texts"]) == ("embeddings_by_type", TEXTS)
         assert body["id"].startswith("embd-")
         tokens = sum(len(server.ids(text)) for text in TEXTS)
-        assert body["meta"]["billed_units"] == {"input_tokens": tokens}
+        assert body["meta"]["billed_units"] == {"input_tokens": tokens, "image_tokens": 0}
         assert body["meta"]["api_version"] == {"version": "2"}
         plain = await server.post("/v1/embeddings", input=TEXTS)
         assert told(answer) == [one["embedding"] for one in plain.json()["data"]]
