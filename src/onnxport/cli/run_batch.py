@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -60,6 +59,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Answer all of them; what can be wrong without the model is told before it is loaded."""
+    import asyncio
+
     chosen = check_choices(options)
     lines = _lines(options.input_file)
     _check_output(options.input_file, options.output_file)
