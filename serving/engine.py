@@ -448,9 +448,9 @@ class Engine:
         self._retries.note_good(len(plan.requests))
         now = self._clock()
         num_before = self._tally.generation_tokens
-        told = [progress(each, now) for each in plan.requests if tells_progress(each)]
+        computed = [progress(each, now) for each in plan.requests if tells_progress(each)]
         growths, gaps = self._sequences.deliver(drawn, now)
-        growths = told + growths
+        growths = computed + growths
         growths += self._sequences.deliver_vectors(pooled)
         if arrived:
             more = self._beams.advance(arrived, now)

@@ -43,6 +43,7 @@ REQUEST_S = (
 )
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
+PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 COMPLETIONS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0)
 
 # Name without "vllm:" -> what it says, the edges of its buckets.
@@ -62,6 +63,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
         "Between two tokens of a sequence, the mean of each.",
         INTER_TOKEN_S,
     ),
+    "request_num_preemptions": ("Times that a sequence was preempted.", PREEMPTIONS),
     "request_params_max_tokens": ("max_tokens, where a request gave it.", TOKENS),
     "request_params_n": ("n, the completions that a request asked for.", COMPLETIONS),
 }
@@ -265,6 +267,7 @@ class Metrics(Collector):
                 mean = (last - first) / (record.num_output_tokens - 1)
                 self._add("request_time_per_output_token_seconds", mean)
         self._add("request_generation_tokens", record.num_output_tokens)
+        self._add("request_num_preemptions", record.num_preemptions)
         if index:
             return
         started = times.scheduled_time_s

@@ -19,6 +19,7 @@ from onnxport.serving.http import (
     anthropic,
     chat_completions,
     classification,
+    cohere_embeddings,
     completions,
     controls,
     embeddings,
@@ -34,6 +35,7 @@ from onnxport.serving.http import (
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import DisconnectedError
+from onnxport.serving.http.invocations import CLASSIFY, EMBEDDINGS, InvocationsMiddleware
 from onnxport.serving.http.messages_request import CountRequest, MessagesRequest
 from onnxport.serving.http.middleware import (
     ApiKeyMiddleware,
@@ -93,6 +95,8 @@ class AppOptions:
             last, where requests do not say.
         infill_tokens: by which the model fills in, as `infill.InfillNames` calls them; None: those
             that its vocabulary is known to have.
+        force_include_usage: whether streams of completions and chats tell the usage with each chunk
+            and at the end, asked or not.
         spm_infill: whether what stands behind a gap comes first there; Codestral has it so anyway.
     """
 
@@ -112,6 +116,7 @@ class AppOptions:
     stream_interval: int = 1
     infill_tokens: Mapping[str, object] | None = None
     spm_infill: bool = False
+    force_include_usage: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a deadline that no request could have, and what is no interval or path.
@@ -195,11 +200,14 @@ def create_app(
         options.stream_interval,
         _infill(engine.tokenizer, options),
         closes_thoughts=_closes_thoughts(engine, reasoning),
+        forces_usage=options.force_include_usage,
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)
     errors.install(app)
     app.add_exception_handler(DisconnectedError, _client_is_gone)
+    judges = engine.classifier is not None and engine.embedder is None
+    app.add_middleware(InvocationsMiddleware, of_input=CLASSIFY if judges else EMBEDDINGS)
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=options.max_body_bytes)
     if options.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)
@@ -221,6 +229,7 @@ def create_app(
     llama_completion.add_routes(app, service)
     infill.add_routes(app, service)
     embeddings.add_routes(app, service)
+    cohere_embeddings.add_routes(app, service)
     classification.add_routes(app, service)
     scoring.add_routes(app, service)
     runtime = options.allow_runtime_lora

@@ -17,7 +17,6 @@ from onnxport.serving.http.controls import controlled
 from onnxport.serving.http.generation import (
     Collected,
     Header,
-    Job,
     Run,
     collect,
     generate,
@@ -47,6 +46,7 @@ class Told:
     by_id: bool  # whether tokens of log probabilities are named by their ids
     skips: bool  # whether special tokens are left out of the content
     thinking: Thinking
+    echo: str  # what the content begins with, whatever was generated
 
     def logprobs(
         self, service: Service, tokens: Sequence[tuple[int, TokenLogprobs]]
@@ -71,6 +71,7 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     """Answer one request, as a whole or as a stream."""
     name = f"chatcmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
+    body = body.with_usage() if service.forces_usage else body
     turn = await Turn.of(service, request, body, name, adapter)
     job, params = turn.job, turn.job.params
     told = Told(
@@ -82,11 +83,12 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         bool(body.return_tokens_as_token_ids),
         params.skip_special_tokens,
         turn.thinking,
+        body.echoed,
     )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header.new(name, kind, turn.model)
     if body.stream:
-        chunks = _chunks(service, job, header, told, body)
+        chunks = _chunks(service, turn, header, told, body)
         interval_s = body.ping_interval_s(service.ping_interval_s)
         return await sse.respond(request, chunks, interval_s)
     usage = told.thinking.usage(job, service.tokenizer)
@@ -96,11 +98,13 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         with controlled(service, name, job, is_asked=asked):
             async with aclosing(generate(service.engine, job)) as deltas:
                 results = await collect(deltas, usage)
-        more: dict[str, Any] = {}
-        if params.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
-        if told.ids:
-            more["prompt_token_ids"] = list(job.prompts[0])
+        more: dict[str, Any] = {
+            "prompt_logprobs": prompt_entries(results[0].prompt_logprobs)
+            if params.prompt_logprobs is not None
+            else None,
+            "prompt_token_ids": list(job.prompts[0]) if told.ids else None,
+            "prompt_text": turn.prompt_text if body.return_prompt_text else None,
+        }
         if body.timings_per_token:
             more["timings"] = usage.timings()
         choices = [
@@ -116,13 +120,15 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
 def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:
     """Return a choice that has ended."""
     message, called = _message(service, result.text, told)
+    if told.echo:
+        message["content"] = told.echo + (message["content"] or "")
     return {
         "index": index,
         "message": message,
         "logprobs": told.logprobs(service, result.logprobs),
         "finish_reason": told.finish_reason(result.finish_reason, called),
         "stop_reason": result.stop_reason,
-        **({"token_ids": result.token_ids} if told.ids else {}),
+        "token_ids": result.token_ids if told.ids else None,
     }
 
 
@@ -148,13 +154,16 @@ def _message(service: Service, text: str, told: Told) -> tuple[dict[str, Any], b
 
 
 async def _chunks(
-    service: Service, job: Job, header: Header, told: Told, body: ChatRequest
+    service: Service, turn: Turn, header: Header, told: Told, body: ChatRequest
 ) -> sse.Chunks:
     """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
+    job = turn.job
     usage = told.thinking.usage(job, service.tokenizer)
     more: dict[str, Any] = {"usage": None} if body.include_usage else {}
     choices = [_Streamed(service, index, told) for index in range(job.num_choices)]
     first: dict[str, Any] = {"prompt_token_ids": list(job.prompts[0])} if told.ids else {}
+    if body.return_prompt_text:
+        first["prompt_text"] = turn.prompt_text
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
         nonlocal first
@@ -172,8 +181,8 @@ async def _chunks(
             async for index, delta in deltas:
                 if delta.is_missing:
                     continue
-                if (role := choices[index].begin()) is not None:
-                    yield chunk(role)
+                for choice in choices[index].begin():
+                    yield chunk(choice)
                 runs = usage.add(index, delta)
                 if progress := prompt_progress(delta, len(job.prompts[0])):
                     yield chunk(choices[index].nothing()) | progress
@@ -199,12 +208,14 @@ class _Streamed:
         self._num_calls = 0
         self._started = False
 
-    def begin(self) -> dict[str, Any] | None:
-        """Return the chunk that comes before the first token, with the role; later None."""
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """Yield what comes before the first token, the role and what is echoed; later nothing."""
         if self._started:
-            return None
+            return
         self._started = True
-        return self._choice({"role": "assistant", "content": ""})
+        yield self._choice({"role": "assistant", "content": ""})
+        if self._told.echo:
+            yield self._choice({"content": self._told.echo})
 
     def nothing(self) -> dict[str, Any]:
         """Return a chunk without anything of the answer."""

@@ -23,6 +23,7 @@ from onnxport.serving.http.protocol import MOST_DOCUMENTS, MOST_MESSAGES, MOST_T
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import AnyFormat
+from onnxport.serving.template_messages import plain_text
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -47,6 +48,8 @@ class ChatRequest(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MOST_DOCUMENTS)] | None = None
     include_reasoning: bool | None = None  # true unless told otherwise
+    return_prompt_text: bool | None = None
+    echo: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None  # llama.cpp's, as these
     reasoning_control: bool | None = None  # whether `controls` may close a thought
@@ -196,6 +199,14 @@ class ChatRequest(RequestBody):
         given = self.chat_template_kwargs or {}
         variables = effort_variables(template, reasoning, effort, given)
         return self.model_copy(update={"chat_template_kwargs": variables})
+
+    @property
+    def echoed(self) -> str:
+        """The text that answers begin with: of the assistant's last message, if `echo` is true."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        return plain_text(last.plain().get("content") or "")
 
     def functions(self) -> dict[str, dict[str, Any]]:
         """Return the parameters of the offered functions, by their names."""

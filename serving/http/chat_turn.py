@@ -37,12 +37,14 @@ class Turn:
         functions: that were offered.
         thinking: what is done about reasoning.
         model: the name that answers tell.
+        prompt_text: what the chat template made of the chat, or what is left of it.
     """
 
     job: Job
     functions: Functions
     thinking: Thinking
     model: str
+    prompt_text: str
 
     def parser(self, service: Service) -> ToolCallParser | None:
         """Return what finds calls in the answer; None: no functions were offered."""
@@ -79,8 +81,11 @@ class Turn:
         encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, most)
         prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
         text, continued = encoded.text, encoded.continued
-        if chat.truncation_side == "right" and len(prompt) < len(encoded.token_ids):
-            text, continued = service.tokenizer.decode(prompt, skip_special_tokens=False), None
+        prompt_text = text
+        if len(prompt) < len(encoded.token_ids):
+            prompt_text = service.tokenizer.decode(prompt, skip_special_tokens=False)
+            if chat.truncation_side == "right":
+                text, continued = prompt_text, None
         thinking = Thinking.of(
             service,
             text,
@@ -97,7 +102,7 @@ class Turn:
             thinking = thinking.ending_before(service.tools.format.ends_thought)
         interval = chat.stream_interval or service.stream_interval
         job = Job([prompt], thinking.before(params), options, unique(name), interval)
-        return cls(job, functions, thinking, adapter or service.model_name)
+        return cls(job, functions, thinking, adapter or service.model_name, prompt_text)
 
 
 async def events_of(

@@ -48,6 +48,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     """Answer one request, as a whole or as a stream."""
     name = f"cmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
+    body = body.with_usage() if service.forces_usage else body
     limits = service.engine.capabilities
     body = body.with_counts(service.engine.max_logprobs, limits.vocab_size)
     params = body.sampling_params(service.defaults)
@@ -97,14 +98,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
             if result.is_missing:
                 continue
             choice = _whole(service, index, echo, result, prompts[index // params.n], body)
-            if body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = _prompt_logprobs(
-                    result, prompts[index // params.n], body.prompt_logprobs
-                )
-            if body.return_token_ids:
-                choice["prompt_token_ids"] = prompts[index // params.n]
-                choice["token_ids"] = [] if body.only_prompt else result.token_ids
-            choices.append(choice)
+            choices.append(choice | _details(result, prompts[index // params.n], body))
         return choices
 
     choices = await unless_disconnected(request, whole())
@@ -212,6 +206,16 @@ def _likeliest(
 def _first(entries: TokenLogprobs, token_id: int, count: int) -> TokenLogprobs:
     """Return the `count` likeliest of a position, and the token that stands there."""
     return {one: entry for one, entry in entries.items() if one == token_id or entry.rank <= count}
+
+
+def _details(result: Collected, prompt: Sequence[int], body: CompletionRequest) -> dict[str, Any]:
+    """Return vLLM's further fields of a choice, null where they were not asked for."""
+    most, tells_ids = body.prompt_logprobs, bool(body.return_token_ids)
+    return {
+        "prompt_logprobs": None if most is None else _prompt_logprobs(result, prompt, most),
+        "prompt_token_ids": prompt if tells_ids else None,
+        "token_ids": ([] if body.only_prompt else result.token_ids) if tells_ids else None,
+    }
 
 
 def _prompt_logprobs(

@@ -11,7 +11,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.chat import check_variables
 from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_messages import ChatMessage
-from onnxport.serving.http.fields import LABELS
+from onnxport.serving.http.fields import ANY, LABELS
 from onnxport.serving.http.prompts import Prompts
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TRUNCATED
 from onnxport.serving.http.request_ids import GivenId
@@ -22,7 +22,8 @@ from onnxport.serving.truncation import Around, Side, check_truncation, cut
 NEUTRAL_EMBEDDING: Final[Mapping[str, Any]] = {
     **LABELS,
     **{"embed_dtype": ("float32",), "endianness": ("native", "little")},  # vLLM's
-    "mm_processor_kwargs": ({},),
+    **{"mm_processor_kwargs": ({},), "media_io_kwargs": ANY, "padding": ("do_not_pad",)},
+    "chat_template": (),
 }
 OF_MESSAGES: Final = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 EUCLIDEAN, NO_NORM = 2, -1  # llama.cpp's numbers

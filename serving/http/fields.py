@@ -19,6 +19,16 @@ LABELS = {
 }
 TIERS = ("auto", "default", "flex", "scale", "priority")  # OpenAI's; here there is one
 
+# vLLM's: which requests go together, marks in texts, versions of weights that change while a server
+# runs, what its router asks of it, and images.
+OF_VLLM: Mapping[str, Any] = {
+    "session_id": ANY,
+    **{"watermarking": (False,), "return_weight_versions": (False,)},
+    **{"return_token_offsets": (False,), "routed_experts_prompt_start": (0,)},
+    **{"ec_transfer_params": ({},), "kv_transfer_params": ({},), "vllm_xargs": ({},)},
+    **{"mm_payload": ("tensors",), "return_mm_kwargs": (True, False)},
+}
+
 MOST_FIELDS = 256  # of a body; no request has a third of them
 MAX_DEPTH = 64  # of nested lists and objects
 _PLAIN = {int, bool, type(None)}
@@ -37,14 +47,13 @@ NEUTRAL: Mapping[str, Any] = {
     "backend_sampling": ANY,  # of speed alone
     **dict.fromkeys(("speculative.n_max", "speculative.n_min", "speculative.p_min"), ANY),
     "detokenize": (True,),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
+    **OF_VLLM,
 }
 # vLLM's and llama.cpp's, of APIs that are turned into chats and completions, which may obey more.
 OF_ENGINES: Mapping[str, Any] = {
     **{"length_penalty": (1,), "use_beam_search": (False,), "logits_processors": ([],)},
     **{"spaces_between_special_tokens": (True, False), "detokenize": (True,)},
-    **{"kv_transfer_params": ({},), "vllm_xargs": ({},)},
+    **OF_VLLM,
     "min_keep": (0, 1),
     **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
     "return_progress": (False,),
@@ -59,7 +68,6 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "moderation": (),
     "functions": ([],),
     "function_call": ("auto", "none"),
-    "echo": (False,),
     "chat_template": (),
     "parse_tool_calls": (True,),
     "media_io_kwargs": ANY,  # of images and sounds, which are refused

@@ -17,7 +17,7 @@ PROTECTED = (
     *("/v1", "/tokenize", "/detokenize", "/apply-template", "/props", "/completion"),
     *("/embedding", "/infill", "/slots", "/pooling", "/classify", "/score", "/rerank", "/v2"),
     *("/chat", "/responses", "/models"),  # as under /v1
-    "/lora-adapters",
+    *("/lora-adapters", "/invocations"),
 )
 PROBES = ("/v1/health",)  # which have no key
 TENANT = "tenant"  # in the state of a request

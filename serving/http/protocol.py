@@ -153,6 +153,13 @@ class RequestBody(LlamaCppFields):
             return prompt
         return prompt[:most] if self.truncation_side == "right" else prompt[-most:]
 
+    def with_usage(self) -> Self:
+        """Return the request with a usage in all chunks, and at the end, if it is a stream."""
+        if not self.stream:
+            return self
+        told = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        return self.model_copy(update={"stream_options": told})
+
     def options(
         self,
         tenant: str | None,

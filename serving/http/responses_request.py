@@ -51,7 +51,8 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "max_tool_calls": ANY,  # of the server's own tools, of which there are none
     "context_management": (),
     "moderation": (),
-    "mm_processor_kwargs": ANY,
+    **{"mm_processor_kwargs": ANY, "media_io_kwargs": ANY, "image": ANY},
+    "background_options": ANY,
     "enable_response_messages": (False,),
     "previous_input_messages": ([],),
     "stream_options": ({}, {"include_obfuscation": False}),
@@ -60,7 +61,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 # Further fields of a chat that are called the same.
 SAME: Final = (
     *("stop", "parallel_tool_calls", "chat_template_kwargs", "user"),
-    *("thinking_token_budget", "logprob_token_ids"),
+    *("thinking_token_budget", "logprob_token_ids", "include_reasoning"),
 )
 
 # What a field of the chat is called here, for errors.
@@ -173,6 +174,7 @@ class ResponsesRequest(GenerationFields):
     thinking_token_budget: int | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # true unless told otherwise
     user: str | None = None
 
     @model_validator(mode="after")

@@ -267,6 +267,7 @@ class Service:
     infill: Infill | None = None  # how the model fills in; None: it has no tokens for that
     closes_thoughts: bool = False  # whether a thought can be closed while it is open
     thinking: dict[str, str] = field(default_factory=dict)  # chats whose thoughts may be closed
+    forces_usage: bool = False  # whether streams tell the usage that did not ask for it
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from onnxport.cli import build_parser, cache, main
+from onnxport.cli.application import check_infill, model_names
 from onnxport.cli.arguments import (
     ENGINE_OPTIONS,
     engine_config,
@@ -22,7 +23,6 @@ from onnxport.cli.arguments import (
 from onnxport.cli.export import export_options
 from onnxport.cli.generate import prompts_of
 from onnxport.cli.sampling import sampling_params
-from onnxport.cli.serve import check_infill, model_names
 from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, ExportError, RequestError
 from onnxport.exporter.options import ExportOptions

@@ -137,7 +137,24 @@ async def test_ids_are_told(client: Client, engine: FakeEngine) -> None:
     assert chat["choices"][0]["token_ids"] == ids
     assert tuple(chat["prompt_token_ids"]) == engine.asked[-1].prompt
     for plain in (await client.complete("ab"), await client.chat("ab", return_token_ids=False)):
-        assert "token_ids" not in plain.text
+        body = plain.json()
+        of_prompt = body if "prompt_text" in body else body["choices"][0]
+        assert of_prompt["prompt_token_ids"] is body["choices"][0]["token_ids"] is None
+        assert of_prompt["prompt_logprobs"] is None
+
+
+async def test_the_text_of_a_chat_s_prompt_is_told(client: Client, engine: FakeEngine) -> None:
+    plain = await client.chat("abc")
+    assert plain.json()["prompt_text"] is None
+    for fields, most in (({}, None), ({"truncate_prompt_tokens": 3}, 3)):
+        whole = (await client.chat("abc", return_prompt_text=True, **fields)).json()
+        wanted = client.engine.tokenizer.decode(engine.asked[-1].prompt, skip_special_tokens=False)
+        assert whole["prompt_text"] == wanted
+        assert "abc" in wanted or most == len(engine.asked[-1].prompt)
+        stream = events(await client.chat("abc", return_prompt_text=True, stream=True, **fields))
+        assert [one.get("prompt_text") for one in stream] == [wanted, *[None] * (len(stream) - 1)]
+    refused = await client.complete("abc", return_prompt_text=True)
+    assert refused.status_code == 400
 
 
 async def test_ids_of_a_stream(client: Client, engine: FakeEngine) -> None:

@@ -71,7 +71,7 @@ def test_prompt_logprobs_of_completions(server: RunningServer) -> None:
         assert {one["decoded_token"]: one["logprob"] for one in entry.values()}[token] == value
         assert 1 in {one["rank"] for one in entry.values()}
         assert all(name.isdigit() for name in entry)
-    assert "prompt_logprobs" not in told
+    assert told["prompt_logprobs"] is None
     several = complete(server, prompt_logprobs=3, echo=True, logprobs=1)["choices"][0]
     assert several["logprobs"] == told["logprobs"]
     assert all(3 <= len(entry) <= 4 for entry in several["prompt_logprobs"][1:])

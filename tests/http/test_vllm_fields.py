@@ -11,7 +11,7 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
-from .fake import MODEL, Client, FakeEngine
+from .fake import MODEL, Client, FakeEngine, events
 
 USER = {"role": "user", "content": "ab"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -52,12 +52,22 @@ async def asked(client: Client, path: str, **fields: Any) -> SamplingParams:
         (CHAT, "prediction", (PREDICTED,)),
         (CHAT, "modalities", (["text"],)),
         (CHAT, "documents", ([], None)),
-        (CHAT, "echo", (False,)),
+        (CHAT, "echo", (False, True)),  # which is about a last message of the assistant
         (OPENAI, "service_tier", ("auto", "default", "flex", "scale", "priority")),
         (OPENAI, "prompt_cache_key", ("k",)),
         (OPENAI, "prompt_cache_retention", ("in_memory", "24h")),
         (OPENAI, "prompt_cache_options", ({}, {"mode": "implicit"})),
         (OPENAI, "safety_identifier", ("s",)),
+        (ALL, "session_id", ("s", "t")),
+        (ALL, "watermarking", (False,)),
+        (ALL, "return_weight_versions", (False,)),
+        (ALL, "return_token_offsets", (False,)),
+        (ALL, "routed_experts_prompt_start", (0,)),
+        (ALL, "ec_transfer_params", ({},)),
+        (ALL, "mm_payload", ("tensors",)),
+        (ALL[2:3], "image", ({"detail": "low"},)),
+        (ALL[2:3], "background_options", ({"completion_window": "2h"},)),
+        (CHAT + ALL[2:3], "include_reasoning", (True, False)),  # of models that think
         (ALL[2:3], "enable_response_messages", (False,)),
         (ALL[2:3], "previous_input_messages", ([],)),
         (ALL, "skip_special_tokens", (True,)),
@@ -80,6 +90,11 @@ async def test_what_changes_nothing(
     [
         (ALL, "vllm_xargs", {"my_processor": 1}),
         (ALL, "kv_transfer_params", {"do_remote_decode": True}),
+        (ALL, "watermarking", True),
+        (ALL, "return_weight_versions", True),
+        (ALL, "return_token_offsets", True),
+        (ALL, "ec_transfer_params", {"do_remote_encode": True}),
+        (ALL[2:3], "access_programs", {"a": "b"}),
         (BOTH, "detokenize", False),
         (BOTH, "detokenize", 1),
         (BOTH, "length_penalty", 0.5),
@@ -87,7 +102,7 @@ async def test_what_changes_nothing(
         (ALL, "skip_reading_prefix_cache", "yes"),
         (ALL, "skip_reading_prefix_cache", 1),
         (OPENAI, "service_tier", "gold"),
-        (CHAT, "echo", True),
+        (CHAT, "echo", "yes"),
         (CHAT, "documents", [{"text": "a"}]),  # this template does not tell the model of them
         (CHAT, "documents", ["a"]),
         (CHAT, "documents", {"text": "a"}),
@@ -115,6 +130,26 @@ async def test_the_prefix_cache_is_not_read(client: Client) -> None:
         for value in (True, False, None):
             params = await asked(client, path, skip_reading_prefix_cache=value)
             assert params.skip_reading_prefix_cache is bool(value)
+
+
+async def test_answers_begin_with_what_they_go_on_with(client: Client) -> None:
+    """By `echo`, where the last message is the assistant's."""
+    parts = [{"type": "text", "text": "It "}, {"type": "text", "text": "is "}]
+    for content, wanted in (
+        ("It is ", "It is ok"),
+        (parts, "It \nis ok"),
+        ("", "ok"),
+        (None, "ok"),
+    ):
+        messages = [USER, {"role": "assistant", "content": content, "reasoning": "x"}]
+        body = {"model": MODEL, "messages": messages, "echo": True, "logprobs": True}
+        whole = (await client.post("/v1/chat/completions", **body)).json()["choices"][0]
+        assert whole["message"]["content"] == wanted
+        assert [one["token"] for one in whole["logprobs"]["content"]] == ["o", "k"]
+        stream = events(await client.post("/v1/chat/completions", **body, stream=True))
+        deltas = [one["choices"][0]["delta"] for one in stream]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(delta.get("content") or "" for delta in deltas) == wanted
 
 
 async def test_a_template_tells_the_model_of_documents(model_folder: Path) -> None:

@@ -80,7 +80,7 @@ def finished(
         "num_prompt_tokens": 30,
         "num_output_tokens": 9,
         "num_cached_tokens": 16,
-        "num_preemptions": 0,
+        "num_preemptions": 3,
         "max_tokens": 40,
         "n": 2,
         "num_sequences": 1,
@@ -162,6 +162,7 @@ def test_a_request_of_one_completion(metrics: Metrics) -> None:
             "request_generation_tokens": 9,
             "request_max_num_generation_tokens": 9,
             "request_time_per_output_token_seconds": 1.0,
+            "request_num_preemptions": 3,
             "request_params_max_tokens": 40,
             "request_params_n": 2,
         }

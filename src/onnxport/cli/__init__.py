@@ -21,7 +21,7 @@ from onnxport.errors import OnnxportError
 from onnxport.version import __version__
 
 COMMANDS = (
-    *("export", "generate", "embed", "rerank", "chat", "serve"),
+    *("export", "generate", "embed", "rerank", "chat", "serve", "run-batch"),
     *("verify", "perplexity", "bench", "devices"),
 )
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onnxport {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
-        import_module(f"onnxport.cli.{name}").add_parser(commands)
+        import_module(f"onnxport.cli.{name.replace('-', '_')}").add_parser(commands)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=_version)
     return parser

@@ -11,38 +11,19 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from socket import socket
 from ssl import SSLContext
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
-from onnxport.cli.adapters import add_adapter_options, named_adapters
-from onnxport.cli.arguments import (
-    Commands,
-    add_cache_options,
-    add_choice_options,
-    add_embedding_options,
-    add_engine_options,
-    add_export_options,
-    add_load_options,
-    add_queue_options,
-    add_reasoning_option,
-    add_score_template,
-    add_speculation_options,
-    command,
-    engine_config,
+from onnxport.cli.application import (
+    Chosen,
+    add_api_options,
+    add_model_options,
+    check_choices,
+    open_app,
 )
+from onnxport.cli.arguments import Commands, command
 from onnxport.cli.cache import add_source, find_artifact
-from onnxport.cli.model_defaults import (
-    add_generation_config,
-    add_override,
-    add_repetition_option,
-    add_template_options,
-    chat_template,
-    sampling_defaults,
-    template_text,
-)
-from onnxport.cli.session import load_engine
-from onnxport.cli.values import json_object, port, positive, seconds
+from onnxport.cli.values import port, positive
 from onnxport.errors import RequestError
-from onnxport.serving.config import LogprobsMode
 
 if TYPE_CHECKING:
     from onnxport.providers.base import Capabilities
@@ -73,14 +54,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="under which a proxy has the server, such as /llm (none)",
     )
     group.add_argument(
-        "--served-model-name",
-        type=model_name,
-        nargs="+",
-        metavar="NAME",
-        help="what requests may call the model, put behind MODEL; of several names answers tell "
-        "the first (the model's)",
-    )
-    group.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
@@ -96,12 +69,6 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="ORIGIN",
         help="web pages of it may use the server, such as https://chat.example, or '*': of any; "
         "repeatable (none)",
-    )
-    group.add_argument(
-        "--request-timeout",
-        type=timeout,
-        metavar="SECONDS",
-        help="end requests that take longer, unless they say timeout_s themselves (none)",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -127,72 +94,15 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "never (10)",
     )
     group.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="makes requests without a seed of their own reproducible, by their order (none)",
-    )
-    group.add_argument(
-        "--max-logprobs",
-        type=int,
-        metavar="N",
-        help="most of the likeliest tokens whose log probabilities a request may ask for at each "
-        "position; -1: no limit, and requests that ask for -1 get all tokens (20)",
-    )
-    group.add_argument(
-        "--logprobs-mode",
-        choices=get_args(LogprobsMode),
-        help="what log probabilities are of: of the model's own logits (raw_logprobs, default), or "
-        "of what tokens are drawn from; or these logits themselves",
-    )
-    add_generation_config(group)
-    add_override(group)
-    add_repetition_option(group, ", of requests that do not say")
-    add_template_options(group, "--default-chat-template-kwargs")
-    add_reasoning_option(group)
-    group.add_argument(
-        "--thinking-token-budget",
-        type=int,
-        metavar="N",
-        help="most tokens that chats, responses and messages think which do not say (no limit)",
-    )
-    group.add_argument(
-        "--tool-call-parser",
-        type=tool_call_parser,
-        default="auto",
-        metavar="FORMAT",
-        help="how the model writes tool calls: apertus, cohere_command3, cohere_command4, "
-        "cohere_command_r, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, "
-        "functionary_v3_1, functionary_v3_2, functiongemma, gemma4, gigachat3, glm4, glm45, "
-        "granite, hermes, hunyuan_a13b, hy_v3, kimi_k2, kimi_k3, lfm2, llama3_json, minicpm5, "
-        "minimax, minimax_m2, minimax_m3, mistral, nemotron_json, openai, phi4_mini_json, "
-        "pythonic, qwen3_coder, seed_oss, solar_open or xlam (auto: as its chat template says)",
-    )
-    group.add_argument(
-        "--infill-tokens",
-        type=infill_tokens,
-        metavar="JSON",
-        help="the tokens by which the model fills in a gap, as its vocabulary spells them: prefix, "
-        "suffix and middle, perhaps pad, repo_name and file_separator (those that are known of its "
-        "family, where its vocabulary has them)",
-    )
-    group.add_argument(
-        "--spm-infill",
+        "--enable-force-include-usage",
         action="store_true",
-        help="fill in with what stands behind the gap first, for models that prefer that",
+        help="streams of completions and chats tell the usage with each chunk and at the end, "
+        "whatever their stream_options say",
     )
+    add_api_options(group)
     group.add_argument("--access-log", action="store_true", help="log every request")
     _add_tls_options(parser)
-    add_load_options(parser)
-    add_choice_options(parser)
-    add_engine_options(parser)
-    add_embedding_options(parser)
-    add_score_template(parser)
-    add_queue_options(parser)
-    add_cache_options(parser)
-    add_speculation_options(parser)
-    add_adapter_options(parser)
-    add_export_options(parser)
+    add_model_options(parser)
 
 
 def _add_tls_options(parser: argparse.ArgumentParser) -> None:
@@ -231,17 +141,6 @@ def root_path(text: str) -> str:
     return text
 
 
-def timeout(text: str) -> float:
-    """Return seconds above 0, and as many at most as a request may say."""
-    from onnxport.serving.params import MAX_TIMEOUT_S
-
-    if (found := seconds(text)) > MAX_TIMEOUT_S:
-        raise argparse.ArgumentTypeError(
-            f"{text} is more than {MAX_TIMEOUT_S:.0f} seconds; leave it out for no limit"
-        )
-    return found
-
-
 def grace(text: str) -> float:
     """Return seconds from 0 to MOST_GRACE_S."""
     with suppress(ValueError):
@@ -266,13 +165,6 @@ def ping_interval(text: str) -> float:
     )
 
 
-def model_name(text: str) -> str:
-    """Return a name that is one."""
-    if not text:
-        raise argparse.ArgumentTypeError("a model without a name cannot be asked for; give it one")
-    return text
-
-
 def origin(text: str) -> str:
     """Return an origin of web pages as browsers spell it, or "*"."""
     if text != "*" and re.fullmatch(r"https?://[^/\s?#@]+", text) is None:
@@ -283,40 +175,14 @@ def origin(text: str) -> str:
     return text.lower()
 
 
-def tool_call_parser(text: str) -> str:
-    """Return the name of a format of tool calls, or "auto"."""
-    from onnxport.serving.http.tool_formats.registry import AUTO, NAMES
-
-    if text not in (AUTO, *NAMES):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no format of tool calls; give {AUTO}, or one of {', '.join(NAMES)}"
-        )
-    return text
-
-
-def infill_tokens(text: str) -> dict[str, object]:
-    """Return tokens of filling in by their names."""
-    from onnxport.serving.infill import InfillNames
-
-    found: dict[str, object] = json_object(text)
-    try:
-        InfillNames.of(found, suffix_first="middle" not in found)
-    except RequestError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return found
-
-
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal; what can be wrong without the model is told before it is exported."""
     from onnxport.serving.http.tls import TlsFiles
 
     logging.getLogger("onnxport").setLevel(logging.INFO)
     logging.getLogger("asyncio").addFilter(_is_news)
-    template = template_text(options)
-    names = model_names(options)
+    chosen = check_choices(options)
     api_keys(options.api_key)
-    engine_config(options)
-    check_infill(options)
     files = TlsFiles.of(
         options.ssl_certfile,
         options.ssl_keyfile,
@@ -326,19 +192,7 @@ def run(options: argparse.Namespace) -> int:
     )
     tls = None if files is None else files.context()
     with _bound(options) as sock:
-        return _serve(find_artifact(options), names, Listening(sock, tls), options, template)
-
-
-def check_infill(options: argparse.Namespace) -> None:
-    """Refuse tokens of filling in that lack the one behind the suffix, where that is last.
-
-    Raises:
-        RequestError: they do.
-    """
-    from onnxport.serving.infill import InfillNames
-
-    if options.infill_tokens is not None:
-        InfillNames.of(options.infill_tokens, suffix_first=options.spm_infill)
+        return _serve(find_artifact(options), chosen, Listening(sock, tls), options)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -372,27 +226,6 @@ def _bound(options: argparse.Namespace) -> AbstractContextManager[socket]:
     return unix_socket(options.uds)
 
 
-def model_names(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the names that requests may call the model by, the one that answers tell first.
-
-    Raises:
-        RequestError: one is given twice, or an adapter has it.
-    """
-    source: str = options.source
-    path = Path(source)
-    own = path.resolve().name if path.exists() else source
-    names = tuple(options.served_model_name or (own,))
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise RequestError(f"--served-model-name has {twice[0]!r} twice; give each name once")
-    for adapter, _ in named_adapters(options):
-        if adapter in names:
-            raise RequestError(
-                f"an adapter of --lora-modules or --lora-scaled is called {adapter!r}, as the "
-                "model itself is called; choose another name, or another --served-model-name"
-            )
-    return names
-
-
 def api_keys(given: list[str] | None) -> tuple[str, ...]:
     """Return the keys that were given, else those of the environment; none leave it open.
 
@@ -416,65 +249,36 @@ def kv_tokens(loaded: Capabilities) -> str:
 
 
 def _serve(
-    artifact: Path,
-    names: tuple[str, ...],
-    listening: Listening,
-    options: argparse.Namespace,
-    source: str | None,
+    artifact: Path, chosen: Chosen, listening: Listening, options: argparse.Namespace
 ) -> int:
-    """Load the artifact and serve it; `source` is its chat template, if it is not its own."""
-    import asyncio
-
+    """Load the artifact and serve it."""
     from onnxport.serving.config import EngineConfig
-    from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.http.server import ServerOptions, raise_open_files, serve
     from onnxport.serving.http.sockets import url
-    from onnxport.serving.reasoning_formats import reasoning_format
-    from onnxport.serving.worker import AsyncEngine
-
-    keys = api_keys(options.api_key)
-    template = chat_template(artifact, source, options.template_variables)
-    defaults = sampling_defaults(artifact, options)
-    logger.info("requests that do not say are sampled with %s", defaults)
-    found = reasoning_format(options.reasoning_parser, template.sources.values())
-    logger.info(
-        "reasoning parser %s: %s",
-        options.reasoning_parser,
-        "no reasoning is told from answers" if found is None else f"reasoning is {found}",
-    )
-    engine = AsyncEngine(load_engine(artifact, options, found.tags if found else ()))
 
     sock, tls = listening
+    more = {
+        "api_keys": api_keys(options.api_key),
+        "allow_runtime_lora": options.allow_runtime_lora,
+        "allow_lora_scales": bool(options.lora_scaled),
+        "allowed_origins": tuple(options.allowed_origins),
+        "sse_ping_interval_s": options.sse_ping_interval,
+        "stream_interval": options.stream_interval,
+        "root_path": options.root_path,
+        "force_include_usage": options.enable_force_include_usage,
+    }
+    with open_app(artifact, chosen, options, **more) as (app, engine):
 
-    def ready() -> None:
-        loaded = engine.capabilities
-        address = url(options.host or LOOPBACK, sock, is_tls=tls is not None)
-        print(
-            f"Serving {', '.join(names)} on {address} ({loaded.provider}, "
-            f"{loaded.attention} attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
-            file=sys.stderr,
-            flush=True,
-        )
+        def ready() -> None:
+            loaded = engine.capabilities
+            address = url(options.host or LOOPBACK, sock, is_tls=tls is not None)
+            print(
+                f"Serving {', '.join(chosen.names)} on {address} ({loaded.provider}, "
+                f"{loaded.attention} attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
+                file=sys.stderr,
+                flush=True,
+            )
 
-    try:
-        choices = AppOptions(
-            defaults,
-            keys,
-            options.request_timeout,
-            allow_runtime_lora=options.allow_runtime_lora,
-            allow_lora_scales=bool(options.lora_scaled),
-            allowed_origins=tuple(options.allowed_origins),
-            reasoning_parser=options.reasoning_parser,
-            tool_call_parser=options.tool_call_parser,
-            aliases=names[1:],
-            sse_ping_interval_s=options.sse_ping_interval,
-            stream_interval=options.stream_interval,
-            root_path=options.root_path,
-            thinking_token_budget=options.thinking_token_budget,
-            infill_tokens=options.infill_tokens,
-            spm_infill=options.spm_infill,
-        )
-        app = create_app(engine, names[0], template, choices)
         limits = EngineConfig()
         raise_open_files(
             (options.max_num_seqs or limits.max_num_seqs)
@@ -482,6 +286,4 @@ def _serve(
         )
         server = ServerOptions(options.shutdown_timeout, options.access_log, tls)
         serve(app, sock, engine.close, ready, server)
-    finally:
-        asyncio.run(engine.close())
     return 0

@@ -1,0 +1,133 @@
+"""`onnxport run-batch`: answer the requests of a file, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from onnxport.cli.application import add_api_options, add_model_options, check_choices, open_app
+from onnxport.cli.arguments import Commands, command
+from onnxport.cli.cache import add_source, find_artifact
+from onnxport.cli.values import positive
+from onnxport.errors import RequestError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from onnxport.serving.http.batch_file import Line
+    from onnxport.serving.worker import AsyncEngine
+
+STANDARD = "-"
+SOME_FAILED = 1
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        commands, "run-batch", "Answer requests of a file, as OpenAI's Batch API has them.", run
+    )
+    add_source(parser)
+    group = parser.add_argument_group("batch")
+    group.add_argument(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help="requests, a line of JSON each: custom_id, method, url and body; - is stdin",
+    )
+    group.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="where answers go, a line each, in the order of the requests; - is stdout",
+    )
+    group.add_argument(
+        "--max-inflight",
+        type=positive,
+        metavar="N",
+        help="requests that run and wait at once (twice --max-num-seqs)",
+    )
+    add_api_options(group)
+    add_model_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer all of them; what can be wrong without the model is told before it is loaded."""
+    import asyncio
+
+    chosen = check_choices(options)
+    lines = _lines(options.input_file)
+    _check_output(options.input_file, options.output_file)
+    with (
+        open_app(find_artifact(options), chosen, options) as (app, engine),
+        _writing(options.output_file) as file,
+    ):
+        inflight = options.max_inflight or 2 * engine.max_num_seqs
+        failed = asyncio.run(_answer(app, engine, lines, file, inflight))
+    done = len(lines) - failed
+    print(f"{done} of {len(lines)} requests were answered, {failed} failed.", file=sys.stderr)
+    return SOME_FAILED if failed else 0
+
+
+async def _answer(
+    app: ASGIApp, engine: AsyncEngine, lines: Sequence[Line], file: TextIO, max_inflight: int
+) -> int:
+    """Write a line for each request, and return how many failed."""
+    from onnxport.serving.http.batch_file import answers
+
+    failed = 0
+    try:
+        async for answer in answers(app, lines, max_inflight):
+            failed += answer.failed
+            file.write(json.dumps(answer.told(), ensure_ascii=False) + "\n")
+            file.flush()
+    finally:
+        await engine.close()
+    return failed
+
+
+def _lines(path: str) -> list[Line]:
+    """Return the requests of a file.
+
+    Raises:
+        RequestError: there is no such file, or it has something else.
+    """
+    from onnxport.serving.http.batch_file import read_lines
+
+    try:
+        if path == STANDARD:
+            return read_lines(sys.stdin.read().split("\n"))
+        return read_lines(Path(path).read_text(encoding="utf-8").split("\n"))
+    except FileNotFoundError as error:
+        raise RequestError(f"--input-file {path} is not there") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--input-file {path} is no text in UTF-8: {error}") from error
+
+
+def _check_output(source: str, target: str) -> None:
+    """Refuse to write where the requests are read from, or where there is no folder."""
+    if target == STANDARD:
+        return
+    path = Path(target)
+    if not path.parent.is_dir() or path.is_dir():
+        raise RequestError(
+            f"--output-file {target} cannot be written: it is a folder, or has none to be in"
+        )
+    if source != STANDARD and path.exists() and path.samefile(source):
+        raise RequestError("--output-file is --input-file, which would be lost; give another one")
+
+
+@contextmanager
+def _writing(target: str) -> Iterator[TextIO]:
+    """Give the file that answers go to."""
+    if target == STANDARD:
+        yield sys.stdout
+        return
+    with Path(target).open("w", encoding="utf-8", newline="\n") as file:
+        yield file
