@@ -35,9 +35,9 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
-from onnxport.serving.http.tool_formats.sections import ends_behind
+from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
 from onnxport.serving.http.tool_formats.xml_calls import (
     arguments_of,
@@ -77,23 +77,17 @@ class Invokes:
         """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
         before, behind, end = self.call
         cursor = Cursor(text, start, final)
-        opened = cursor.take(*filter(None, (self.block[0], before)))
-        none = Block(cursor.at)
-        if opened != before:
-            cursor.skip_space()
-            if not cursor.take(before):
-                return none
-        name = cursor.take(*functions)
+        is_opened, opened = open_call(cursor, self.block[0], before)
+        name = cursor.take(*functions) if is_opened else None
         if name is None or not cursor.take(behind):
-            return none
-        if not final and text.find(end, cursor.at) < 0:
-            raise Incomplete(AwaitedTag(end, text[cursor.at :]))
+            return Block(opened)
+        cursor.wait_for(end)
         try:
             found = call(name, self._arguments(cursor, functions[name]), functions)
-        except Incomplete:  # the tag that came is within a value
-            raise Incomplete(AwaitedTag(end, text[cursor.at :])) from None
+        except Incomplete as error:  # the tag that came is within a value
+            raise cursor.goes_on(error, end) from None
         if found is None:
-            return none
+            return Block(opened, seen=cursor.seen)
         ends = filter(None, [self.block[1]])
         return Block(ends_behind(text, cursor.at, final, ends), (found,))
 

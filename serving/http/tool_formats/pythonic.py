@@ -12,7 +12,7 @@ import ast
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import (
@@ -69,7 +69,7 @@ class PythonicReader:
         cursor.at = begin
         calls = calls_in(cursor.brackets(python=True), functions)
         if not calls:
-            return none
+            return replace(none, seen=cursor.seen)
         end = cursor.at
         cursor.skip_space()
         return Block(cursor.at if cursor.take(self.closing) else end, calls)

@@ -29,7 +29,7 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
 from onnxport.serving.http.tool_formats.sections import ends_behind
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, named_types, types_of, value_of
@@ -81,18 +81,19 @@ class Tags:
         if name is None and not is_json:
             return none
         closing = (name and self.end) or closing
-        if not final and text.find(closing, cursor.at) < 0:
-            raise Incomplete(AwaitedTag(closing, text[cursor.at :]))
+        cursor.wait_for(closing)
         try:
             if name is None:
                 found = call_of(cursor.json(), functions)
             else:
                 found = call(name, self._arguments(cursor, functions[name]), functions)
-        except Incomplete:  # the tag that came is within a value
-            raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
+        except Incomplete as error:  # the tag that came is within a value
+            raise cursor.goes_on(error, closing) from None
         end = ends_behind(text, cursor.at, final, [self.block[1]])
         is_closed = end > cursor.at or (final and not text[cursor.at :].strip())
-        return Block(end, (found,)) if found and (is_closed or closing == self.end) else none
+        if found is None or not (is_closed or closing == self.end):
+            return replace(none, seen=cursor.seen)
+        return Block(end, (found,))
 
     @property
     def openings(self) -> tuple[str, ...]:
