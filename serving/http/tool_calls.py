@@ -19,8 +19,8 @@ from onnxport.serving.http.tool_formats.cursor import (
 )
 from onnxport.serving.http.tool_formats.hermes import HERMES
 
-# Blocks that are none and were all read up to one place, be it the end of all: of openings within one
-# another each would else have all behind it read.
+# Blocks that are none and were all read up to one place, be it the end of all: openings within one
+# another would else each have all behind them read.
 MOST_TRIED = 20
 
 

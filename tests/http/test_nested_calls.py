@@ -75,9 +75,9 @@ def test_the_work_grows_as_the_text_does(
     monkeypatch.setattr(AwaitedBracket, "end", end)
     wait_for = counted(Cursor.wait_for, lambda self, tag: self._text[self.at :])
     monkeypatch.setattr(Cursor, "wait_for", wait_for)
-    text = opening * 200 + closing * 200
+    text = opening * 400 + closing * 400
     assert parse(syntax, text) == (text, [])
-    assert num_seen < 2 * MOST_TRIED * len(text)
+    assert num_seen < 4 * MOST_TRIED * len(text)
 
 
 @pytest.mark.parametrize("num_around", [1, MOST_TRIED - 1])
