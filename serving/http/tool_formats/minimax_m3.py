@@ -39,7 +39,7 @@ SIGN: Final = "]<]minimax[>["
 OPEN, CLOSE = f"{SIGN}<tool_call>", f"{SIGN}</tool_call>"
 CALL: Final = (f'{SIGN}<invoke name="', '">', f"{SIGN}</invoke>")
 ITEM: Final = "item"
-MOST_DEPTH: Final = 64  # of tags within tags
+MOST_DEPTH: Final = 128  # of tags within tags
 _CONTAINERS: Final = {"object", "array"}
 
 Entries = list[tuple[str, Any]]  # names of tags, and what is in them
