@@ -26,6 +26,7 @@ from onnxport.serving.http.tool_formats.olmo3 import OLMO3
 from onnxport.serving.http.tool_formats.registry import NAMES, SAME, named, recognized
 from onnxport.serving.http.tool_formats.tagged_json import GRANITE_20B, INTERNLM, LONGCAT
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, MIMO, QWEN3_CODER
+from onnxport.serving.thoughts import ReasoningSplitter, Thought
 
 FUNCTIONS: dict[str, Any] = {
     "add": {
@@ -225,6 +226,24 @@ def test_other_names_of_vllm(name: str) -> None:
 def test_a_name_that_is_none() -> None:
     with pytest.raises(RequestError, match=r"granite4, .*hermes, .*qwen3_xml"):
         named("qwen4_xml", "")
+
+
+@pytest.mark.parametrize(
+    ("syntax", "call"),
+    [
+        (QWEN3_CODER, f"{CODER}</parameter>\n</function>\n</tool_call>"),
+        (GLM45, "<tool_call>now</tool_call>"),
+        (DEEPSEEK_V4, f"{V4}x</｜DSML｜parameter></｜DSML｜invoke>"),
+    ],
+)
+def test_a_call_ends_a_thought_that_was_not_closed(syntax: ToolFormat, call: str) -> None:
+    thought = Thought(("<think>",), ("</think>",), is_open=True, ends_before=syntax.ends_thought)
+    splitter = ReasoningSplitter(thought)
+    splits = [splitter.take(char, is_last=False) for char in f"Well.\n{call}"]
+    splits.append(splitter.finish())
+    assert "".join(each.reasoning for each in splits) == "Well."
+    content = "".join(each.content for each in splits)
+    assert (content, len(parse(syntax, content)[1])) == (call, 1)
 
 
 @pytest.mark.parametrize(("text", "value"), [("018", 18), ("-007", -7), ("00", 0), ("01x", "01x")])

@@ -235,7 +235,7 @@ class Invokes:
                 between_blocks=None if opening else BREAK,
             ),
             tagged=self.written,
-            ends_thought=tuple(filter(None, [opening])),
+            ends_thought=tuple(filter(None, [opening, self.call[0] if self.says_type else ""])),
             recognizes=lambda template: all(sign in template for sign in signs),
         )
 

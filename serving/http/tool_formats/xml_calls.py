@@ -291,6 +291,7 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
             between_blocks=BREAK,
         ),
         tagged=tags.written,
+        ends_thought=(opening,) if opening == TOOL_CALL[0] else (),  # as with vLLM
         recognizes=lambda template: sign in template,
     )
 
