@@ -166,8 +166,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "deepseek_v41, functionary_v3_1, functionary_v3_2, functiongemma, gemma4, gigachat3, glm4, "
         "glm45, granite, granite-20b-fc, hermes, hunyuan_a13b, hy_v3, internlm, kimi_k2, kimi_k3, "
         "lfm2, llama3_json, longcat, mimo, minicpm5, minimax, minimax_m2, minimax_m3, mistral, "
-        "nemotron_json, olmo3, openai, phi4_mini_json, pythonic, qwen3_coder, seed_oss, solar_open, "
-        "step3, xlam, or another name of vLLM's (auto: as its chat template says)",
+        "nemotron_json, olmo3, openai, phi4_mini_json, pythonic, qwen3_coder, seed_oss, "
+        "solar_open, step3, xlam, or another name of vLLM's (auto: as its chat template says)",
     )
     group.add_argument(
         "--infill-tokens",
