@@ -19,7 +19,9 @@ from onnxport.serving.http.tool_formats.cursor import (
 )
 from onnxport.serving.http.tool_formats.hermes import HERMES
 
-MOST_TRIED = 20  # blocks at the end of all, whose readers may each look at all that follows
+# Blocks that are none and were all read up to one place, be it the end of all: openings within one
+# another would else each have all behind them read.
+MOST_TRIED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class ToolCallParser:
     _content_end: int = field(default=0, init=False)  # behind the last one that is not in _space
     _ids: set[str] = field(default_factory=set, init=False)  # that the model gave to calls
     _awaited: Awaited | None = field(default=None, init=False)  # before a block can be read
+    _seen: int = field(default=0, init=False)  # characters that were read for blocks that are none
+    _num_within: int = field(default=0, init=False)  # of these blocks, within the first of them
 
     def feed(self, text: str) -> Parsed:
         """Take the next piece of text."""
@@ -117,13 +121,24 @@ class ToolCallParser:
                 self._found = self._begun = self._behind = True
                 continue
             num_tried += final
-            parts.append(self._drop(block.end if block.is_told else start))
+            parts.append(self._drop(self._content_to(start, block) if block.is_told else start))
             if not block.is_told:
                 self._skip(block.end - start)
         if final and not self._found:
             parts.append((self._space, self._num_taken))
         told = [(part, end) for part, end in parts if part]
         return Parsed(tuple(part for part, _ in told), tuple(end for _, end in told))
+
+    def _content_to(self, start: int, block: Block) -> int:
+        """Return where the next block is looked for behind one that is content, at some place."""
+        if self._num_taken + start >= self._seen:
+            self._num_within = 0
+        if block.seen > block.end:
+            self._seen = max(self._seen, self._num_taken + block.seen)
+            self._num_within += 1
+        if self._num_within < MOST_TRIED:
+            return block.end
+        return max(block.end, self._seen - self._num_taken)
 
     def _with_own_id(self, call: ParsedCall) -> ParsedCall:
         """Return a call without the id that the model gave it, if an earlier one has the same."""

@@ -178,7 +178,7 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (MINICPM5, C_ADD.replace("add", "sub")),
     (MINICPM5, C_ADD.replace("</param>", "")),
     (MINIMAX_M3, M3_ADD.replace("</a>", "</b>")),
-    (MINIMAX_M3, m3("x", "[<y>" * 100 + "1" + "[</y>" * 100)),
+    (MINIMAX_M3, m3("x", "[<y>" * 200 + "1" + "[</y>" * 200)),
     (KIMI_K3, k3("number", "1").replace("add", "sub")),
     (KIMI_K3, k3("number", "1").removesuffix("<|close|>call<|sep|>")),
     (MINIMAX, f"<tool_calls>{J_ADD} and </tool_calls>"),

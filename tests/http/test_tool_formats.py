@@ -28,6 +28,7 @@ from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEE
 
 from . import tool_texts_2
 from .section_cases import FOUND as IN_SECTIONS
+from .test_vllm_formats import FOUND as OF_VLLM
 
 FUNCTIONS = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "t": {"type": "string"}}},
@@ -480,7 +481,9 @@ def test_what_opens_many_blocks_and_ends_none_is_content_soon() -> None:
 
 def _pieces(syntax: ToolFormat) -> list[str]:
     """Return what texts are made of that are nearly calls of a format."""
-    whole = [text for each, text, *_ in (*FOUND, *IN_SECTIONS) if each.name == syntax.name]
+    whole = [
+        text for each, text, *_ in (*FOUND, *IN_SECTIONS, *OF_VLLM) if each.name == syntax.name
+    ]
     parts = [text[: len(text) // 2] for text in whole] + [text[len(text) // 2 :] for text in whole]
     return [
         *whole,

@@ -32,11 +32,13 @@ class Block:
         end: where it ends in the text.
         calls: in it; none: it is content like any other, and what is behind it is looked at anew.
         is_told: whether it is content where there are no calls; if not, it is nothing.
+        seen: the place up to which the text was read to find no calls, where that is behind `end`.
     """
 
     end: int
     calls: tuple[ParsedCall, ...] = ()
     is_told: bool = True
+    seen: int = 0
 
 
 class Reader(Protocol):

@@ -8,6 +8,7 @@ so those of an answer get ids of ours. Source: the models' chat templates.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import (
@@ -48,7 +49,7 @@ def read_action(text: str, start: int, final: bool, functions: Functions) -> Blo
     if not cursor.take(FENCE):
         return none
     found = _read_fenced(text, begin, final, functions)
-    return found if found.calls else none
+    return found if found.calls else replace(none, seen=found.seen)
 
 
 def _action(name: str, recognizes: Callable[[str], bool]) -> ToolFormat:

@@ -98,6 +98,7 @@ class Cursor:
 
     Attributes:
         at: the place.
+        seen: behind the last tag or bracket that was looked for.
     """
 
     def __init__(self, text: str, at: int, final: bool) -> None:
@@ -109,6 +110,7 @@ class Cursor:
             final: whether nothing follows; then nothing is left open.
         """
         self.at = at
+        self.seen = at
         self._text = text
         self._final = final
         self._spaced = -1  # the end of the text, where space was gone past up to it
@@ -155,12 +157,26 @@ class Cursor:
         """Return what stands between a place and this one."""
         return self._text[start : self.at]
 
+    def wait_for(self, text: str) -> int | None:
+        """Return where the next `text`, a tag, is; None: it does not come."""
+        end = self._text.find(text, self.at)
+        self.seen = max(self.seen, len(self._text) if end < 0 else end + len(text))
+        if end >= 0:
+            return end
+        if not self._final:
+            raise Incomplete(AwaitedTag(text, self._text[self.at :]))
+        return None
+
+    def goes_on(self, error: Incomplete, tag: str) -> Incomplete:
+        """Return what to raise where a tag that was waited for is within what is left open."""
+        if isinstance(error.awaited, AwaitedBracket | AwaitedTag):
+            return error
+        return Incomplete(AwaitedTag(tag, self._text[self.at :]))
+
     def until(self, text: str) -> str | None:
         """Go past the next `text`, a tag, and return what stands before; None: it does not come."""
-        end = self._text.find(text, self.at)
-        if end < 0:
-            if not self._final:
-                raise Incomplete(AwaitedTag(text, self._text[self.at :]))
+        end = self.wait_for(text)
+        if end is None:
             return None
         before, self.at = self._text[self.at : end], end + len(text)
         return before
@@ -176,6 +192,7 @@ class Cursor:
         """
         closing = AwaitedBracket(python=python)
         end = closing.end(self._text, self.at)
+        self.seen = max(self.seen, len(self._text) if end is None else end)
         if end is None:
             if not self._final:
                 raise Incomplete(closing)

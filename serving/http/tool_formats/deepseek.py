@@ -26,7 +26,7 @@ from onnxport.serving.http.tool_formats.base import (
 )
 from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import call
-from onnxport.serving.http.tool_formats.sections import ends_behind, json_before
+from onnxport.serving.http.tool_formats.sections import ends_behind, json_before, open_call
 
 SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
@@ -37,20 +37,17 @@ KIND, FENCE, FENCE_END = "function", "```json", "```"
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
     cursor = Cursor(text, start, final)
-    opened = cursor.take(SECTION[0], CALL[0])
-    none = Block(cursor.at)
-    if opened == SECTION[0]:
-        cursor.skip_space()
-        if not cursor.take(CALL[0]):
-            return none
+    is_opened, behind = open_call(cursor, SECTION[0], CALL[0])
+    if not is_opened:
+        return Block(behind)
     name = _name(cursor, functions)
     if name is None:
-        return none
+        return Block(behind)
     cursor.skip_space()
     is_fenced = bool(cursor.take(FENCE, FENCE_END))
     found = call(name, json_before(cursor, FENCE_END if is_fenced else CALL[1]), functions)
     if found is None:
-        return none
+        return Block(behind, seen=cursor.seen)
     ends = (*((FENCE_END,) if is_fenced else ()), CALL[1], SECTION[1])
     return Block(ends_behind(text, cursor.at, final, ends), (found,))
 

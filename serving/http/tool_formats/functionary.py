@@ -8,6 +8,7 @@ and `all` is the user. Source: the models' chat templates.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
@@ -36,7 +37,9 @@ def read_tag(text: str, start: int, final: bool, functions: Functions) -> Block:
     found = call(name, cursor.json(), functions)
     end = cursor.at
     cursor.skip_space()
-    return Block(cursor.at if cursor.take(CLOSE) else end, (found,)) if found else none
+    if found is None:
+        return replace(none, seen=cursor.seen)
+    return Block(cursor.at if cursor.take(CLOSE) else end, (found,))
 
 
 def read_message(text: str, start: int, final: bool, functions: Functions) -> Block:
@@ -53,7 +56,7 @@ def read_message(text: str, start: int, final: bool, functions: Functions) -> Bl
         return none
     cursor.skip_space()
     found = call(name, cursor.json(), functions)
-    return Block(cursor.at, (found,)) if found else none
+    return Block(cursor.at, (found,)) if found else replace(none, seen=cursor.seen)
 
 
 FUNCTIONARY_TAG = ToolFormat(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from onnxport.serving.http.tool_formats.base import (
@@ -23,7 +23,7 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
 
@@ -68,8 +68,7 @@ class GemmaReader:
         cursor.skip_space()
         if name is None or cursor.next() != "{":
             return none
-        if not final and text.find(self.closing, cursor.at) < 0:
-            raise Incomplete(AwaitedTag(self.closing, text[cursor.at :]))
+        cursor.wait_for(self.closing)
         try:
             found = call(name, self._arguments(cursor, functions[name]), functions)
             cursor.skip_space()
@@ -77,12 +76,12 @@ class GemmaReader:
             if final and self.closing.startswith(rest):
                 cursor.at = len(text)
             elif not cursor.take(self.closing):
-                return none
-            return Block(cursor.at, (found,)) if found else none
+                found = None
         except _NoValueError:
-            return none
-        except Incomplete:  # the mark that came is within a text
-            raise Incomplete(AwaitedTag(self.closing, text[cursor.at :])) from None
+            found = None
+        except Incomplete as error:  # the mark that came is within a text
+            raise cursor.goes_on(error, self.closing) from None
+        return Block(cursor.at, (found,)) if found else replace(none, seen=cursor.seen)
 
     def _arguments(self, cursor: Cursor, parameters: Mapping[str, Any]) -> Any:
         """Go past the arguments of a call, which may be JSON, and return them."""

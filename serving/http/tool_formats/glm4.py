@@ -7,6 +7,8 @@ examples.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
     NAME,
@@ -33,7 +35,7 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
         return none
     cursor.skip_space()
     found = call(name, cursor.json(), functions)
-    return Block(cursor.at, (found,)) if found else none
+    return Block(cursor.at, (found,)) if found else replace(none, seen=cursor.seen)
 
 
 GLM4 = ToolFormat(

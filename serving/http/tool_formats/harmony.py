@@ -67,7 +67,9 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     needs_none = not functions[name].get("required")
     is_empty = needs_none and (not cursor.next() or bool(cursor.take(*ENDS)))
     found = call(name, {} if is_empty else cursor.json(), functions)
-    return Block(cursor.at, (found,)) if found else Block(header.end(), is_told=False)
+    if found is None:
+        return Block(header.end(), is_told=False, seen=cursor.seen)
+    return Block(cursor.at, (found,))
 
 
 HARMONY = ToolFormat(

@@ -7,13 +7,15 @@
     </tool_call:opensource>
     </tool_calls:opensource>
 
-Source: the model's chat template.
+The suffix is of the release; there may be none. Source: the model's chat template, and
+what vLLM reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from onnxport.serving.http.tool_formats.base import (
     JSON_CALL,
@@ -24,51 +26,49 @@ from onnxport.serving.http.tool_formats.base import (
     Written,
 )
 from onnxport.serving.http.tool_formats.cursor import Cursor
+from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
 from onnxport.serving.http.tool_formats.xml_calls import Tags
 
-
-def _pair(name: str) -> tuple[str, str]:
-    return f"<{name}:opensource>", f"</{name}:opensource>"
-
-
-CALLS, CALL, KEY, VALUE = map(_pair, ("tool_calls", "tool_call", "arg_key", "arg_value"))
-SEPARATOR, _ = _pair("tool_sep")
-_TAGS = Tags(CALL, ("", SEPARATOR), KEY, VALUE)
+RELEASE: Final = ":opensource"
+NAMES: Final = ("tool_calls", "tool_call", "arg_key", "arg_value")
 
 
-def read(text: str, start: int, final: bool, functions: Functions) -> Block:
-    """Return the block that begins at `start`; see `Reader`."""
-    cursor = Cursor(text, start, final)
-    cursor.take(CALLS[0])
-    none = Block(max(cursor.at, start + 1))
-    cursor.skip_space()
-    begin = cursor.at
-    if not cursor.take(CALL[0]):
-        return none
-    found = _TAGS(text, begin, final, functions)
-    if not found.calls:
-        return found
-    cursor.at = found.end
-    cursor.skip_space()
-    return Block(cursor.at if cursor.take(CALLS[1]) else found.end, found.calls)
+SIGNS: Final = ("<tool_sep", "<arg_key")
 
 
-def _tagged(name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
-    """Return how a call is written, with the tags around it; see `Tags.written`."""
-    call = _TAGS.written(name, parameters)
-    return call and TaggedCall(
-        f"{CALL[0]}{call.before}", call.arguments, f"{call.behind}{CALL[1]}\n"
+def _hy3(suffix: str, sign: str) -> ToolFormat:
+    """Return the format of the tags with a suffix, of templates with a sign beside `SIGNS`."""
+    separator = f"<tool_sep{suffix}>"
+    calls, call, key, value = ((f"<{each}{suffix}>", f"</{each}{suffix}>") for each in NAMES)
+    tags = Tags(call, ("", separator), key, value)
+
+    def read(text: str, start: int, final: bool, functions: Functions) -> Block:
+        cursor = Cursor(text, start, final)
+        is_opened, behind = open_call(cursor, calls[0], call[0])
+        if not is_opened:
+            return Block(behind)
+        found = tags(text, cursor.at - len(call[0]), final, functions)
+        if not found.calls:
+            return found
+        return replace(found, end=ends_behind(text, found.end, final, [calls[1]]))
+
+    def tagged(name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
+        inner = tags.written(name, parameters)
+        return inner and TaggedCall(
+            f"{call[0]}{inner.before}", inner.arguments, f"{inner.behind}{call[1]}\n"
+        )
+
+    return ToolFormat(
+        "hy_v3",
+        markers=(calls[0], call[0]),
+        further=(calls[1], call[1], separator, *key, *value),
+        read=read,
+        written=Written(
+            f"{calls[0]}\n", calls[1], f"{call[0]}\n{JSON_CALL}\n{call[1]}\n", between_calls=""
+        ),
+        tagged=tagged,
+        recognizes=lambda template: sign in template and all(each in template for each in SIGNS),
     )
 
 
-HY3 = ToolFormat(
-    "hy_v3",
-    markers=(CALLS[0], CALL[0]),
-    further=(CALLS[1], CALL[1], SEPARATOR, *KEY, *VALUE),
-    read=read,
-    written=Written(
-        f"{CALLS[0]}\n", CALLS[1], f"{CALL[0]}\n{JSON_CALL}\n{CALL[1]}\n", between_calls=""
-    ),
-    tagged=_tagged,
-    recognizes=lambda template: "<tool_sep{}>" in template or SEPARATOR in template,
-)
+HY3, HY3_PLAIN = _hy3(RELEASE, RELEASE), _hy3("", "")

@@ -1,4 +1,4 @@
-"""Calls in tags whose attributes are the names: DeepSeek V3.2 and V4, MiniMax M2, MiniCPM5.
+"""Calls in tags whose attributes are the names: DeepSeek V3.2 to V4.1, MiniMax M2, MiniCPM5, Step3.
 
     <minimax:tool_call>                            <｜DSML｜function_calls>
     <invoke name="f">                              <｜DSML｜invoke name="f">
@@ -10,15 +10,16 @@
 
 Each call is told as soon as it is whole; the tags around all of them may be missing. DSML says of a
 value whether it is text, or JSON; with the others the function's parameters do, as in `xml_calls`.
-MiniCPM5 puts a text in CDATA where it has a sign of XML or several lines. Where parameters ask for
-what tags cannot hold, the arguments of forced calls are JSON in the tags of the call. Source: the
-models' chat templates.
+Step3's `<steptml:invoke name="f">` stands in special tokens. MiniCPM5 puts a text in CDATA where it
+has a sign of XML or several lines. Where parameters ask for what tags cannot hold, the arguments of
+forced calls are JSON in the tags of the call. Source: the models' chat templates, and what vLLM
+reads of Step3 and DeepSeek V4.1.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -35,9 +36,9 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete, json_value
 from onnxport.serving.http.tool_formats.json_calls import call
-from onnxport.serving.http.tool_formats.sections import ends_behind
+from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
 from onnxport.serving.http.tool_formats.xml_calls import (
     arguments_of,
@@ -49,7 +50,7 @@ from onnxport.serving.structured.schema import ANNOTATIONS
 
 CDATA: Final = ("<![CDATA[", "]]>")
 IS_TEXT, IS_JSON = ' string="true"', ' string="false"'
-WRAPPERS: Final = ("arguments", "input")
+WRAPPERS: Final = ("arguments", "input", "properties")
 NO_MARKUP: Final = Matched("[^<&\\n]")  # what of a text needs no CDATA
 
 
@@ -77,23 +78,17 @@ class Invokes:
         """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
         before, behind, end = self.call
         cursor = Cursor(text, start, final)
-        opened = cursor.take(*filter(None, (self.block[0], before)))
-        none = Block(cursor.at)
-        if opened != before:
-            cursor.skip_space()
-            if not cursor.take(before):
-                return none
-        name = cursor.take(*functions)
+        is_opened, opened = open_call(cursor, self.block[0], before)
+        name = cursor.take(*functions) if is_opened else None
         if name is None or not cursor.take(behind):
-            return none
-        if not final and text.find(end, cursor.at) < 0:
-            raise Incomplete(AwaitedTag(end, text[cursor.at :]))
+            return Block(opened)
+        cursor.wait_for(end)
         try:
             found = call(name, self._arguments(cursor, functions[name]), functions)
-        except Incomplete:  # the tag that came is within a value
-            raise Incomplete(AwaitedTag(end, text[cursor.at :])) from None
+        except Incomplete as error:  # the tag that came is within a value
+            raise cursor.goes_on(error, end) from None
         if found is None:
-            return none
+            return Block(opened, seen=cursor.seen)
         ends = filter(None, [self.block[1]])
         return Block(ends_behind(text, cursor.at, final, ends), (found,))
 
@@ -110,31 +105,45 @@ class Invokes:
         found: dict[str, Any] = {}
         while True:
             cursor.skip_space()
-            ended = cursor.take(end, opening)
+            ended = cursor.take(*filter(None, (end, opening, self.block[1])))
             if ended != opening:
+                cursor.at -= len(self.block[1]) if ended == self.block[1] and ended else 0
                 return self._unwrapped(found, schemas) if ended else None
             key, attributes = cursor.until('"'), cursor.until(">")
             if key is None or attributes is None:
                 return None
-            value = self._value(cursor, attributes, types_of(schemas.get(key), parameters))
+            begun = [f'{opening}{name}"' for name in schemas if name not in (*found, key)]
+            types = types_of(schemas.get(key), parameters)
+            value = self._value(cursor, attributes, types, begun)
             if value is None:
                 return None
             [found[key]] = value
 
     def _unwrapped(self, found: dict[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments; DeepSeek puts all of them into one at times, which nobody asked for."""
-        if not self.says_type or len(found) != 1:
+        """Return arguments; models put all of them into one at times, which nobody asked for."""
+        if not (self.says_type or self.has_cdata) or len(found) != 1:
             return found
         [(name, inner)] = found.items()
         is_wrapper = name in WRAPPERS and name not in schemas
+        if is_wrapper and isinstance(inner, str):
+            inner = json_value(inner)
         return (
             inner
             if is_wrapper and isinstance(inner, dict) and inner.keys() <= schemas.keys()
             else found
         )
 
-    def _value(self, cursor: Cursor, attributes: str, types: set[str]) -> tuple[Any] | None:
-        """Go past a value and its closing tag, and return it alone; None: it is not closed."""
+    def _value(
+        self, cursor: Cursor, attributes: str, types: set[str], begun: Sequence[str]
+    ) -> tuple[Any] | None:
+        """Go past a value and its closing tag, and return it alone; None: it is not closed.
+
+        Args:
+            cursor: at the value.
+            attributes: that its tag has beside the name.
+            types: that the value may have.
+            begun: what begins other arguments; see `text_before`.
+        """
         closing = self.parameter[1]
         is_text = self.says_type and attributes == IS_TEXT
         if self.has_cdata:
@@ -143,12 +152,13 @@ class Invokes:
             is_text = cursor.take(CDATA[0]) is not None
             cursor.at = cursor.at if is_text else start
         if is_text:
-            text = cursor.until((CDATA[1] if self.has_cdata else "") + closing)
+            end = (CDATA[1] if self.has_cdata else "") + closing
+            text = cursor.until(end) if self.has_cdata else text_before(cursor, end, TEXT, begun)
             if text is None:
                 return None
             return (text if not types or "string" in types else value_of(text, types),)
         is_json = self.says_type and types == TEXT
-        text = text_before(cursor, closing, set() if is_json else types)
+        text = text_before(cursor, closing, set() if is_json else types, begun)
         if text is None:
             return None
         value = value_of(text, set() if is_json else types)
@@ -202,14 +212,20 @@ class Invokes:
         is_texts = isinstance(value, tuple) and value != ()
         return replace(text, value=value) if is_texts else in_json
 
-    def format(self, name: str, signs: tuple[str, ...]) -> ToolFormat:
-        """Return the format of these tags, of templates with all these signs."""
+    def format(self, name: str, signs: tuple[str, ...], tokens: tuple[str, ...] = ()) -> ToolFormat:
+        """Return the format of these tags, of templates with all these signs.
+
+        Args:
+            name: of the format.
+            signs: see above.
+            tokens: that may be special ones, and that tags are made of.
+        """
         opening, closing = self.block
         before, end = self._call_tags()
         return ToolFormat(
             name,
             markers=tuple(filter(None, (opening, self.call[0]))),
-            further=tuple(filter(None, [closing, self.call[2], self.parameter[1]])),
+            further=(*filter(None, [closing, self.call[2], self.parameter[1]]), *tokens),
             read=self,
             written=Written(
                 f"{opening}{self.line}" if opening else self.call[0],
@@ -219,16 +235,17 @@ class Invokes:
                 between_blocks=None if opening else BREAK,
             ),
             tagged=self.written,
-            ends_thought=tuple(filter(None, [opening])),
+            ends_thought=tuple(filter(None, [opening, self.call[0] if self.says_type else ""])),
             recognizes=lambda template: all(sign in template for sign in signs),
         )
 
 
-def _dsml(block: str) -> Invokes:
+def _dsml(block: str, space: str = "") -> Invokes:
+    mark = f"{DSML}{space}"
     return Invokes(
-        (f"<{DSML}{block}>", f"</{DSML}{block}>"),
-        (f'<{DSML}invoke name="', '">', f"</{DSML}invoke>"),
-        (f'<{DSML}parameter name="', f"</{DSML}parameter>"),
+        (f"<{mark}{block}>", f"</{mark}{block}>"),
+        (f'<{mark}invoke name="', '">', f"</{mark}invoke>"),
+        (f'<{mark}parameter name="', f"</{mark}parameter>"),
         says_type=True,
     )
 
@@ -236,6 +253,18 @@ def _dsml(block: str) -> Invokes:
 DSML: Final = "｜DSML｜"
 DEEPSEEK_V32 = _dsml("function_calls").format("deepseek_v32", (DSML, "function_calls>"))
 DEEPSEEK_V4 = _dsml("tool_calls").format("deepseek_v4", (DSML, "tool_calls>"))
+DEEPSEEK_V41 = _dsml("calls", " ").format("deepseek_v41", (f"{DSML} ",))
+STEP3_CALL: Final = ("<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>")
+STEP3 = Invokes(
+    ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+    (
+        f'{STEP3_CALL[0]}function{STEP3_CALL[1]}<steptml:invoke name="',
+        '">',
+        f"</steptml:invoke>{STEP3_CALL[2]}",
+    ),
+    ('<steptml:parameter name="', "</steptml:parameter>"),
+    line="",
+).format("step3", ("<steptml:invoke",), STEP3_CALL)
 MINIMAX_M2 = Invokes(
     ("<minimax:tool_call>", "</minimax:tool_call>"),
     ('<invoke name="', '">', "</invoke>"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import Block, Functions, ParsedCall
@@ -85,7 +85,7 @@ class JsonReader:
         if not calls and final and cursor.at == begin:
             return self._cut(text, begin, functions) or none
         if not calls:
-            return none
+            return replace(none, seen=cursor.seen)
         end = cursor.at
         if self.closing is not None:
             behind = Cursor(text, end, final)

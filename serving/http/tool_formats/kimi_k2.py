@@ -23,7 +23,7 @@ from onnxport.serving.http.tool_formats.base import (
 )
 from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import call
-from onnxport.serving.http.tool_formats.sections import ends_behind, json_before
+from onnxport.serving.http.tool_formats.sections import ends_behind, json_before, open_call
 
 SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 CALL: Final = ("<|tool_call_begin|>", "<|tool_call_end|>")
@@ -35,26 +35,23 @@ _DIGITS: Final = re.compile("[0-9]+")
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
     cursor = Cursor(text, start, final)
-    opened = cursor.take(SECTION[0], CALL[0])
-    none = Block(cursor.at)
-    if opened == SECTION[0]:
-        cursor.skip_space()
-        if not cursor.take(CALL[0]):
-            return none
+    is_opened, behind = open_call(cursor, SECTION[0], CALL[0])
+    if not is_opened:
+        return Block(behind)
     cursor.skip_space()
     begin = cursor.at
     cursor.take(PREFIX)
     name = cursor.take(*functions)
     if name is None or not cursor.take(":"):
-        return none
+        return Block(behind)
     cursor.go_past(_DIGITS)
     told = cursor.since(begin)
     cursor.skip_space()
     if told.endswith(":") or not cursor.take(ARGUMENT):
-        return none
+        return Block(behind)
     found = call(name, json_before(cursor, CALL[1]), functions)
     if found is None:
-        return none
+        return Block(behind, seen=cursor.seen)
     end = ends_behind(text, cursor.at, final, (CALL[1], SECTION[1]))
     return Block(end, (replace(found, id=told),))
 

@@ -27,9 +27,9 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
-from onnxport.serving.http.tool_formats.sections import ends_behind
+from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
 from onnxport.serving.http.tool_formats.xml_calls import arguments_of, text_before, written_value
 from onnxport.serving.structured.schema import ANNOTATIONS
@@ -47,24 +47,20 @@ _ESCAPES: Final = (("&", "&amp;"), ('"', "&quot;"))  # of attributes, in this or
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
     cursor = Cursor(text, start, final)
-    opened = cursor.take(SECTION[0], CALL[0])
-    none = Block(cursor.at)
-    if opened == SECTION[0]:
-        cursor.skip_space()
-        if not cursor.take(CALL[0]):
-            return none
+    is_opened, behind = open_call(cursor, SECTION[0], CALL[0])
+    if not is_opened:
+        return Block(behind)
     names = {f'{_escaped(name)}"': name for name in functions}
     name = names.get(cursor.take(*names) or "")
     if name is None:
-        return none
-    if not final and text.find(CALL[1], cursor.at) < 0:
-        raise Incomplete(AwaitedTag(CALL[1], text[cursor.at :]))
+        return Block(behind)
+    cursor.wait_for(CALL[1])
     try:
         found = call(name, _arguments(cursor, functions[name]), functions)
-    except Incomplete:  # the end that came is within a value
-        raise Incomplete(AwaitedTag(CALL[1], text[cursor.at :])) from None
+    except Incomplete as error:  # the end that came is within a value
+        raise cursor.goes_on(error, CALL[1]) from None
     if found is None:
-        return none
+        return Block(behind, seen=cursor.seen)
     return Block(ends_behind(text, cursor.at, final, [SECTION[1]]), (found,))
 
 

@@ -6,6 +6,8 @@ the models' chat templates and Meta's description of their prompts.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onnxport.serving.http.tool_formats.base import (
     ARGUMENTS,
     QUOTED,
@@ -36,7 +38,7 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
         return none
     arguments = cursor.brackets(python=True)
     found = calls_in(arguments and f"[{name.removesuffix(METHOD)}{arguments}]", functions)
-    return Block(cursor.at, found) if found else none
+    return Block(cursor.at, found) if found else replace(none, seen=cursor.seen)
 
 
 LLAMA3_JSON = ToolFormat(

@@ -5,6 +5,7 @@ Source: the model's chat template.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from onnxport.serving.http.tool_formats.base import (
@@ -15,7 +16,7 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call_of
 from onnxport.serving.http.tool_formats.sections import ends_behind
 
@@ -34,19 +35,18 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     cursor.skip_space()
     if cursor.next() != "{":  # a text that speaks of the tag, say, which is not kept back
         return none
-    if not final and text.find(CLOSE, cursor.at) < 0:
-        raise Incomplete(AwaitedTag(CLOSE, text[cursor.at :]))
+    cursor.wait_for(CLOSE)
     calls: tuple[ParsedCall, ...] = ()
     end = cursor.at
     try:
         while found := call_of(cursor.json(), functions):
             calls, end = (*calls, found), cursor.at
             cursor.skip_space()
-    except Incomplete:  # the tag that came is within a text
-        raise Incomplete(AwaitedTag(CLOSE, text[cursor.at :])) from None
+    except Incomplete as error:  # the tag that came is within a text
+        raise cursor.goes_on(error, CLOSE) from None
     behind = ends_behind(text, end, final, [CLOSE])
     is_closed = behind > end or (final and not text[end:].strip())
-    return Block(behind, calls) if calls and is_closed else none
+    return Block(behind, calls) if calls and is_closed else replace(none, seen=cursor.seen)
 
 
 MINIMAX = ToolFormat(

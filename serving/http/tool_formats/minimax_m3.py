@@ -28,9 +28,9 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
-from onnxport.serving.http.tool_formats.sections import ends_behind
+from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
 from onnxport.serving.http.tool_formats.tagged_values import referred, types_of, value_of
 from onnxport.serving.http.tool_formats.xml_calls import arguments_of, written_value
 from onnxport.serving.structured.schema import ANNOTATIONS
@@ -39,7 +39,7 @@ SIGN: Final = "]<]minimax[>["
 OPEN, CLOSE = f"{SIGN}<tool_call>", f"{SIGN}</tool_call>"
 CALL: Final = (f'{SIGN}<invoke name="', '">', f"{SIGN}</invoke>")
 ITEM: Final = "item"
-MOST_DEPTH: Final = 64  # of tags within tags
+MOST_DEPTH: Final = 128  # of tags within tags
 _CONTAINERS: Final = {"object", "array"}
 
 Entries = list[tuple[str, Any]]  # names of tags, and what is in them
@@ -49,23 +49,17 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
     before, behind, end = CALL
     cursor = Cursor(text, start, final)
-    opened = cursor.take(OPEN, before)
-    none = Block(cursor.at)
-    if opened == OPEN:
-        cursor.skip_space()
-        if not cursor.take(before):
-            return none
-    name = cursor.take(*functions)
+    is_opened, opened = open_call(cursor, OPEN, before)
+    name = cursor.take(*functions) if is_opened else None
     if name is None or not cursor.take(behind):
-        return none
-    if not final and text.find(end, cursor.at) < 0:
-        raise Incomplete(AwaitedTag(end, text[cursor.at :]))
+        return Block(opened)
+    cursor.wait_for(end)
     try:
         found = call(name, _arguments(cursor, functions[name]), functions)
-    except Incomplete:  # the tag that came is within a value
-        raise Incomplete(AwaitedTag(end, text[cursor.at :])) from None
+    except Incomplete as error:  # the tag that came is within a value
+        raise cursor.goes_on(error, end) from None
     if found is None:
-        return none
+        return Block(opened, seen=cursor.seen)
     return Block(ends_behind(text, cursor.at, final, [CLOSE]), (found,))
 
 

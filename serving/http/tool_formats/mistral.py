@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from dataclasses import replace
 from typing import Final
 
 from onnxport.serving.http.tool_formats.base import (
@@ -48,7 +49,7 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     cursor.take(ARGS)
     cursor.skip_space()
     found = call(name, cursor.json(), functions)
-    return Block(cursor.at, (found,)) if found else none
+    return Block(cursor.at, (found,)) if found else replace(none, seen=cursor.seen)
 
 
 def new_id() -> str:

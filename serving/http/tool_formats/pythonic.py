@@ -12,7 +12,7 @@ import ast
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onnxport.serving.http.tool_formats.base import (
@@ -29,6 +29,7 @@ from onnxport.serving.http.tool_formats.literal_rules import is_name
 
 START, END = "<|python_start|>", "<|python_end|>"
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
+_ZEROS = r"(?<![\w.])0[0_]*(?=[1-9])"  # before a number, which Python does not take
 _TEXT = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 _ARGUMENT = r"[^\W\d][\w-]*(?=\s*=(?!=))"
 
@@ -69,7 +70,7 @@ class PythonicReader:
         cursor.at = begin
         calls = calls_in(cursor.brackets(python=True), functions)
         if not calls:
-            return none
+            return replace(none, seen=cursor.seen)
         end = cursor.at
         cursor.skip_space()
         return Block(cursor.at if cursor.take(self.closing) else end, calls)
@@ -114,11 +115,14 @@ def _to_mend(functions: Functions) -> re.Pattern[str]:
     """Return a pattern of texts, and of names that may be none of Python's."""
     odd = sorted((name for name in functions if not is_name(name)), key=len, reverse=True)
     called = rf"|(?:{'|'.join(map(re.escape, odd))})(?=\s*\()" if odd else ""
-    return re.compile(rf"{_TEXT}|(?<![\w.-])(?P<name>{_ARGUMENT}{called})", re.DOTALL)
+    name = rf"(?<![\w.-])(?P<name>{_ARGUMENT}{called})"
+    return re.compile(rf"{_TEXT}|(?P<zeros>{_ZEROS})|{name}", re.DOTALL)
 
 
 def _mended(text: str, functions: Functions) -> tuple[str, dict[str, str]]:
-    """Mend odd names, and ends of lines in texts, which Python does not take.
+    """Mend odd names and what else models write that Python does not take.
+
+    That is zeros before a number, and in texts ends of lines and characters of code 0.
 
     Returns:
         The text, and what each name that it has in place of another one stands for.
@@ -130,8 +134,11 @@ def _mended(text: str, functions: Functions) -> tuple[str, dict[str, str]]:
 
     def mended(found: re.Match[str]) -> str:
         name = found["name"]
+        if found["zeros"]:
+            return ""
         if not name:
-            return found[0].replace("\\\n", "").replace("\n", "\\n")
+            text = found[0].replace("\\\n", "").replace("\n", "\\n")
+            return text.replace("\0", "\\x00")
         if is_name(name):
             return name
         names[f"{mark}{len(names)}"] = name
@@ -149,7 +156,7 @@ def _value(node: ast.expr) -> Any:
     match node:
         case ast.Name(id=word) if word in _WORDS:
             return _WORDS[word]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_value(each) for each in items]
         case ast.Dict(keys=keys, values=values):
             return {_key(key): _value(each) for key, each in zip(keys, values, strict=True)}

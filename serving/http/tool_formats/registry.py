@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.apertus import APERTUS
 from onnxport.serving.http.tool_formats.base import ToolFormat
@@ -15,12 +17,14 @@ from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOK
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
-from onnxport.serving.http.tool_formats.hy3 import HY3
+from onnxport.serving.http.tool_formats.hy3 import HY3, HY3_PLAIN
 from onnxport.serving.http.tool_formats.invoke_calls import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
+    DEEPSEEK_V41,
     MINICPM5,
     MINIMAX_M2,
+    STEP3,
 )
 from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
 from onnxport.serving.http.tool_formats.kimi_k3 import KIMI_K3
@@ -35,11 +39,13 @@ from onnxport.serving.http.tool_formats.mistral import (
     MISTRAL_SPACED,
 )
 from onnxport.serving.http.tool_formats.nemotron import NEMOTRON
+from onnxport.serving.http.tool_formats.olmo3 import OLMO3
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
 from onnxport.serving.http.tool_formats.solar import SOLAR
+from onnxport.serving.http.tool_formats.tagged_json import GRANITE_20B, INTERNLM, LONGCAT
 from onnxport.serving.http.tool_formats.xlam import XLAM
-from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
+from onnxport.serving.http.tool_formats.xml_calls import GLM45, MIMO, QWEN3_CODER, SEED_OSS
 
 AUTO = "auto"
 # The first one that recognizes a template is taken: what is particular comes before what is common.
@@ -53,6 +59,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     APERTUS,
     SOLAR,
     HY3,
+    HY3_PLAIN,
     HUNYUAN,
     NEMOTRON,
     FUNCTIONARY_TAG,
@@ -62,7 +69,9 @@ FORMATS: tuple[ToolFormat, ...] = (
     MISTRAL_SPACED,
     MISTRAL_LIST,
     DEEPSEEK_V32,
+    DEEPSEEK_V41,
     DEEPSEEK_V4,
+    STEP3,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     KIMI_K2,
@@ -75,12 +84,17 @@ FORMATS: tuple[ToolFormat, ...] = (
     GIGACHAT3,
     SEED_OSS,
     GLM45,
+    MIMO,
     QWEN3_CODER,
     GLM4,
     PHI4_MINI_WORD,
     PHI4_MINI_TOKEN,
     GRANITE_TOKEN,
     GRANITE_TEXT,
+    INTERNLM,
+    LONGCAT,
+    OLMO3,
+    GRANITE_20B,
     HERMES,
     XLAM,
     PYTHONIC,
@@ -88,6 +102,20 @@ FORMATS: tuple[ToolFormat, ...] = (
     LLAMA3_JSON,
 )
 NAMES = tuple(sorted({each.name for each in FORMATS}))
+SAME: Mapping[str, str] = {  # vLLM's names of what is read as another format
+    "ernie45": "hermes",
+    "glm47": "glm45",
+    "granite4": "hermes",
+    "jamba": "hunyuan_a13b",
+    "ling3": "glm45",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "poolside_v1": "glm45",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+}
+KNOWN = tuple(sorted((*NAMES, *SAME)))
 
 
 def recognized(template: str, name: str = AUTO) -> ToolFormat | None:
@@ -104,13 +132,16 @@ def recognized(template: str, name: str = AUTO) -> ToolFormat | None:
 def named(name: str, template: str) -> ToolFormat:
     """Return the format of a name, of its variants the one that the template asks for.
 
+    It may be another name of the format that vLLM has.
+
     Raises:
         RequestError: there is none.
     """
+    name = SAME.get(name, name)
     if name not in NAMES:
         raise RequestError(
             f"no format of tool calls is called {name!r}; give {AUTO}, or one of "
-            f"{', '.join(NAMES)}",
+            f"{', '.join(KNOWN)}",
             "tool_call_parser",
         )
     first = next(each for each in FORMATS if each.name == name)

@@ -8,6 +8,25 @@ from typing import Any
 from onnxport.serving.http.tool_formats.cursor import Cursor
 
 
+def open_call(cursor: Cursor, section: str, call: str) -> tuple[bool, int]:
+    """Go past what opens a section and a call of it, or a call alone.
+
+    Args:
+        cursor: where one of the two stands.
+        section: opens a section; empty: there are none.
+        call: opens a call.
+
+    Returns:
+        Whether a call is opened, and the place behind the first of both.
+    """
+    opened = cursor.take(*filter(None, (section, call)))
+    behind = cursor.at
+    if opened == call:
+        return True, behind
+    cursor.skip_space()
+    return cursor.take(call) is not None, behind
+
+
 def json_before(cursor: Cursor, end: str) -> Any:
     """Go past an object of JSON and return it; None: it is none. Nothing before `end` is one."""
     cursor.skip_space()

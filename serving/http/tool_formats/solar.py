@@ -7,6 +7,7 @@ ends it. The id is the model's; the call gets one of ours. Source: the model's c
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Final
 
 from onnxport.serving.http.tool_formats.base import (
@@ -51,7 +52,7 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     cursor.skip_space()
     found = call(name, cursor.json(), functions)
     if found is None:
-        return none
+        return replace(none, seen=cursor.seen)
     end = cursor.at
     for mark in (END, CALLS_END):
         cursor.skip_space()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,6 +13,8 @@ from onnxport.serving.http.tool_formats.cursor import json_value
 
 TEXT: Final = {"string"}
 MOST_REFERRED: Final = 8  # schemas, each of which refers to the next one
+_WHOLE: Final = {"integer", "number"}
+_ZEROS: Final = re.compile("-?0+[0-9]{1,99}")  # before a number, which JSON does not take
 _NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
     str: ("string",),
     bool: ("boolean",),
@@ -32,6 +35,8 @@ def value_of(text: str, types: set[str]) -> Any:
     if types == TEXT:
         return text
     value, told = json_value(text.strip()), text.strip()
+    if types & _WHOLE and "string" not in types and _ZEROS.fullmatch(told):
+        return int(told)
     if value is None and told != "null":
         try:
             with warnings.catch_warnings():

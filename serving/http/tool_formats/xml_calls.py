@@ -6,8 +6,9 @@
     </tool_call>                                   </function>
                                                    </seed:tool_call>
 
-Qwen3-Coder's are Seed's, with `<tool_call>` and each value on lines of its own. A value is text
-where the function's parameters say so, and otherwise JSON, or what Python writes for it, or text.
+Qwen3-Coder's are Seed's, with `<tool_call>` and each value on lines of its own, and MiMo V2's are
+those without such lines. A value is text where the function's parameters say so, and otherwise
+JSON, or what Python writes for it, or text. What begins another argument ends a value, too.
 Where parameters ask for what tags cannot hold, forced calls are JSON in the tags of a block.
 Source: the models' chat templates.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
+from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
 from onnxport.serving.http.tool_formats.sections import ends_behind
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, named_types, types_of, value_of
@@ -81,18 +82,19 @@ class Tags:
         if name is None and not is_json:
             return none
         closing = (name and self.end) or closing
-        if not final and text.find(closing, cursor.at) < 0:
-            raise Incomplete(AwaitedTag(closing, text[cursor.at :]))
+        cursor.wait_for(closing)
         try:
             if name is None:
                 found = call_of(cursor.json(), functions)
             else:
                 found = call(name, self._arguments(cursor, functions[name]), functions)
-        except Incomplete:  # the tag that came is within a value
-            raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
+        except Incomplete as error:  # the tag that came is within a value
+            raise cursor.goes_on(error, closing) from None
         end = ends_behind(text, cursor.at, final, [self.block[1]])
         is_closed = end > cursor.at or (final and not text[cursor.at :].strip())
-        return Block(end, (found,)) if found and (is_closed or closing == self.end) else none
+        if found is None or not (is_closed or closing == self.end):
+            return replace(none, seen=cursor.seen)
+        return Block(end, (found,))
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -138,38 +140,43 @@ class Tags:
         found: dict[str, Any] = {}
         while True:
             cursor.skip_space()
-            ended = cursor.take(self.end or self.block[1], self.key[0])
+            ended = cursor.take(*filter(None, (self.end, self.block[1], self.key[0])))
             if ended is None:
                 return None
             if ended != self.key[0]:
-                cursor.at -= 0 if self.end else len(ended)
+                cursor.at -= 0 if ended == self.end else len(ended)
                 return found
             key = cursor.until(self.key[1])
             if self.value[0]:
                 cursor.skip_space()
                 if not cursor.take(self.value[0]):
                     return None
+            others = [name for name in schemas if name not in (*found, key)]
+            begun = [f"{self.key[0]}{each}{self.key[1]}" for each in others]
             types = types_of(schemas.get(key), parameters)
-            value = self._text(cursor, types)
+            value = self._text(cursor, types, begun)
             if key is None or value is None:
                 return None
             found[key] = value_of(value, types)
 
-    def _text(self, cursor: Cursor, types: set[str]) -> str | None:
-        """Go past a value and its closing tag, and return it."""
-        text = text_before(cursor, self.value[1], types)
+    def _text(self, cursor: Cursor, types: set[str], begun: Sequence[str]) -> str | None:
+        """Go past a value and its closing tag, and return it; see `text_before`."""
+        text = text_before(cursor, self.value[1], types, begun)
         if text is None or not self.own_lines:
             return text
         return text.removeprefix("\n").removesuffix("\n")
 
 
-def text_before(cursor: Cursor, closing: str, types: set[str]) -> str | None:
+def text_before(
+    cursor: Cursor, closing: str, types: set[str], begun: Iterable[str] = ()
+) -> str | None:
     """Go past a value and its closing tag, and return it; a tag in a text of JSON is none.
 
     Args:
         cursor: at the value.
         closing: its tag.
         types: that the value may have; see `types_of`.
+        begun: what begins other arguments, before which models forget the tag now and then.
 
     Returns:
         None: it is not closed.
@@ -183,7 +190,13 @@ def text_before(cursor: Cursor, closing: str, types: set[str]) -> str | None:
         if cursor.take(closing):
             return value
     cursor.at = start
-    return cursor.until(closing)
+    text = cursor.until(closing)
+    pattern = "|".join(map(re.escape, begun))
+    found = re.search(rf"\n?(?:{pattern})", text) if text and pattern else None
+    if text is None or found is None:
+        return text
+    cursor.at = start + found.start()
+    return text[: found.start()]
 
 
 def arguments_of(
@@ -278,6 +291,7 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
             between_blocks=BREAK,
         ),
         tagged=tags.written,
+        ends_thought=(opening,) if opening == TOOL_CALL[0] else (),  # as with vLLM
         recognizes=lambda template: sign in template,
     )
 
@@ -296,16 +310,14 @@ SEED_OSS = _xml(
     Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", is_python=True),
     SEED_CALL[0],
 )
-QWEN3_CODER = _xml(
-    "qwen3_coder",
-    Tags(
-        TOOL_CALL,
-        FUNCTION,
-        PARAMETER,
-        ("", "</parameter>"),
-        "</function>",
-        own_lines=True,
-        is_python=True,
-    ),
-    "<function=",
+_SAME_LINE: Final = re.compile(  # as a template writes an argument
+    r"""<parameter=['"]\s*[+~]\s*[\w.]+\s*[+~]\s*['"]>['"]\s*[+~]"""
 )
+_CODER: Final = Tags(
+    TOOL_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", is_python=True
+)
+MIMO = replace(
+    _xml("mimo", _CODER, ""),
+    recognizes=lambda template: _SAME_LINE.search(template) is not None,
+)
+QWEN3_CODER = _xml("qwen3_coder", replace(_CODER, own_lines=True), "<function=")
