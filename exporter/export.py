@@ -298,13 +298,13 @@ def _why_no_gqa_graph(spec: ArchSpec) -> str:
 
 
 def _has_gqa_graph(spec: ArchSpec, formats: Formats) -> bool:
-    """Whether there is one; says so where there is none for the offsets of experts."""
-    if not (spec.has_gqa_graph and formats.have_expert_offsets):
+    """Whether there is one; says so where there is none for what experts keep."""
+    if not (spec.has_gqa_graph and formats.have_own_experts):
         return spec.has_gqa_graph
     logger.warning(
         "the artifact will have no %s, and no %s for onnxruntime-genai: experts keep the minima of "
-        "their blocks, which ONNX Runtime's QMoE does not know. onnxport itself serves the paged "
-        "graph; with --precision int8 there are both",
+        "their blocks, or the bits of each matrix, which ONNX Runtime's QMoE does not compute. "
+        "onnxport itself serves the paged graph; with --precision int8 there are both",
         *(GRAPH_FILES["gqa"], genai.FILE),
     )
     return False

@@ -65,9 +65,18 @@ class Formats:
         return any(name in self._checkpoint.with_minima for name in self._tensors(role))
 
     @property
-    def have_expert_offsets(self) -> bool:
-        """Whether some experts have offsets."""
-        return any(_is_expert(role) and self.has_offsets(role) for role in self._plan.matrices)
+    def have_own_experts(self) -> bool:
+        """Whether some experts have offsets, or bits of down that are not those of gate and up."""
+        experts = [role for role in self._plan.matrices if _is_expert(role)]
+        if any(map(self.has_offsets, experts)):
+            return True
+        bits = {role: self.block(role) for role in experts}
+        down = {role: one for role, one in bits.items() if role.endswith(EXPERTS[-1])}
+        return any(
+            bits.get(role.removesuffix(EXPERTS[-1]) + first, one) != one
+            for role, one in down.items()
+            for first in EXPERTS[:-1]
+        )
 
     def settled(self) -> ExportOptions:
         """The options, with the precision that projections have, or the least one."""

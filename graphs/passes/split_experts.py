@@ -156,15 +156,7 @@ class _Layer:
         count, size = self.count, self.size
         biases = [self.tensors[name] for name in biases_of(self.node)]
         chosen, parts = self._route(g, logits)
-        joined = self._product(g, x, 0, None, "gate_up")
-        if (offsets := self._offsets(0)) is not None:
-            n, blocks = count * int(offsets.dims[1]), int(offsets.dims[2])
-            each = self._whole(g, offsets, "gate_up.offsets", [n, blocks])
-            sizes = {"k": blocks * self._block_size, "n": n, "block_size": self._block_size}
-            joined = ops.add_offsets(g, x, joined, each, **sizes, is_flat=True, name="gate_up")
-        if biases:
-            bias = self._whole(g, biases[0], "gate_up.bias", [math.prod(biases[0].dims)])
-            joined = g.node("Add", [joined, bias], name="gate_up.biased")
+        joined = self._joined(g, x, biases)
         gated = self._activated(g, joined)
         weighed = g.node("Mul", [gated, parts], name="parts")
         own = g.node("Where", [chosen, weighed, self._number(g, 0)])
@@ -184,6 +176,19 @@ class _Layer:
         last = [total, added[-1]] if len(added) > 1 else [total]
         kind = "Add" if len(added) > 1 else "Identity"
         g.node(kind, last, outputs=[self.node.output[0]], name="sum")
+
+    def _joined(self, g: GraphBuilder, x: str, biases: list[TensorProto]) -> str:
+        """The first products of all experts, side by side."""
+        joined = self._product(g, x, 0, None, "gate_up")
+        if (offsets := self._offsets(0)) is not None:
+            n, blocks = self.count * int(offsets.dims[1]), int(offsets.dims[2])
+            added = self._whole(g, offsets, "gate_up.offsets", [n, blocks])
+            sizes = {"k": blocks * self._block_size, "n": n, "block_size": self._block_size}
+            joined = ops.add_offsets(g, x, joined, added, **sizes, is_flat=True, name="gate_up")
+        if not biases:
+            return joined
+        bias = self._whole(g, biases[0], "gate_up.bias", [math.prod(biases[0].dims)])
+        return g.node("Add", [joined, bias], name="gate_up.biased")
 
     def _route(self, g: GraphBuilder, logits: str) -> tuple[str, str]:
         """Whether a token is given to an expert, bool, and its part; [num_tokens, experts, 1]."""

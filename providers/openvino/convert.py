@@ -281,9 +281,7 @@ class _Conversions:
             name, scales = _name(node, index), _name(node, index + 1)
             dims, place = self._weights[name].shape[:2], OFFSETS[index // 5]
             offsets = _name(node, place) if self._has(node, place) else None
-            weights.append(
-                self._dequantized(name, scales, dims, bits, block_size, offsets=offsets)
-            )
+            weights.append(self._dequantized(name, scales, dims, bits, block_size, offsets=offsets))
         return [self._experts(node, weights, BIASES[QMOE])]
 
     def _experts(self, node: Any, weights: Sequence[Any], biases: tuple[int, int]) -> Any:

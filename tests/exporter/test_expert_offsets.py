@@ -16,11 +16,9 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.cpu.library import matmul_isa
-from tests.exporter import checkpoints
 from tests.exporter.run_graphs import check_golden
 from tests.exporter.test_gguf import made, meant, stored
 from tests.providers.models import Row, opened, run_rows
-
 
 EXPERTS = {
     "num_experts": 4,
@@ -29,7 +27,7 @@ EXPERTS = {
     "head_dim": 16,
     "norm_topk_prob": True,
 }
-WIDE = {"hidden_size": 256, "moe_intermediate_size": 256}  # rows of Q4_K's blocks
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}  # of blocks of Q4_K
 PROJECTIONS = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
@@ -96,7 +94,7 @@ def test_the_node(tmp_path: Path) -> None:
         assert (scales.dims, scales.data_type) == (own.dims, own.data_type)
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    with pytest.raises(Exception, match=r"QMoE.*|tensor\(float16\)"):
+    with pytest.raises(Exception, match=r"'tensor\(float16\)' of input parameter \(layers"):
         ort.InferenceSession(artifact.path / "model.onnx", options, ["CPUExecutionProvider"])
 
 
@@ -120,6 +118,20 @@ def test_each_matrix_has_its_bits(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         found = stored(artifact, f"layers.{layer}.experts.{role}")
         assert np.abs(found - wanted).max() < 0.001 * np.ptp(wanted)
     check_golden(artifact)
+    assert not artifact.has_gqa
+    assert "or the bits of each matrix" in caplog.text
+
+
+def test_without_minima_bits_of_each_matrix_are_no_onnx_runtime_s(tmp_path: Path) -> None:
+    def pick(name: str, _: object) -> Kind:
+        return Kind.Q8_0 if name == "blk.1.ffn_down_exps.weight" else Kind.Q4_0
+
+    path = made(tmp_path, pick, "qwen3_moe", **EXPERTS)
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", ExportOptions(threads=2)))
+    both = {"expert_weight_bits": 4}
+    assert bits(artifact) == [both, both | {"fc2_expert_weight_bits": 8}]
+    assert artifact.manifest.offsets is None
+    assert not artifact.has_gqa
 
 
 def test_experts_in_eight_bits_have_no_offsets(tmp_path: Path) -> None:
@@ -156,18 +168,16 @@ def test_providers_compute_what_the_file_means(
         return Kind.Q8_0 if name in eight else Kind.Q4_1
 
     path = made(tmp_path, pick, "qwen3_moe", **EXPERTS)
-    folders = [
-        export_model(path, tmp_path / f"{one}", ExportOptions(precision=one, threads=2))
-        for one in (None, "fp32")
-    ]
+    folder = export_model(path, tmp_path / "artifact", ExportOptions(threads=2))
+    with np.load(folder / "golden.npz") as golden:
+        tokens, ends, wanted = (golden[one] for one in ("token_ids", "logits_indices", "logits"))
     chosen = {"attention": None, "kv_cache_dtype": "float32", **options}
-    prompts = [checkpoints.tokens(seed, 20) for seed in range(4)]
-    rows: list[Row] = [(one.tolist(), 0, [2 * i, 2 * i + 1]) for i, one in enumerate(prompts)]
-    with opened(folders[0], provider=provider, **chosen) as loaded:
+    rows: list[Row] = [
+        (tokens[: end + 1].tolist(), 0, [*range(8 * i, 8 * i + 8)]) for i, end in enumerate(ends)
+    ]
+    with opened(folder, provider=provider, **chosen) as loaded:
         found = run_rows(loaded, rows)
         alone = np.concatenate([run_rows(loaded, [row]) for row in rows])
-    with opened(folders[1], None, matmul_accuracy_level=1) as loaded:
-        wanted = run_rows(loaded, rows)
     off = np.abs(found - wanted).max() / wanted.std()
     assert off < limit
     if limit > 1e-3:
