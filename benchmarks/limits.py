@@ -25,6 +25,7 @@ from statistics import median
 import onnx
 
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.experts import bits_of, offsets_of
 from onnxport.graphs.inspect import attribute_int, initializers, input_at
 from onnxport.serving.verify.machine import this_machine
 
@@ -47,7 +48,8 @@ def build(folder: Path) -> Path:
 def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int, bool]]:
     """Name, inputs, outputs, bits and block size of each product with quantized weights.
 
-    And whether it has zero points. Of experts those that one token is given to.
+    And whether it has zero points, or, of experts, offsets. Of experts those that one token is
+    given to.
     """
     graph: onnx.ModelProto = Artifact.read(artifact).load_graph("paged")
     tensors = initializers(graph)
@@ -57,13 +59,12 @@ def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int, bool]]:
             k, n, bits, size = values
             yield node.output[0], k, n, bits, size, bool(input_at(node, 3))
         if node.op_type == "QMoE":
-            bits, block = (
-                attribute_int(node, at, 4) for at in ("expert_weight_bits", "block_size")
-            )
-            for name in (node.input[2], node.input[5]):
-                _, rows, columns = tensors[name].dims
+            block = attribute_int(node, "block_size", 4)
+            of_each = zip((2, 5), bits_of(node), offsets_of(node), strict=True)
+            for place, bits, offsets in of_each:
+                _, rows, columns = tensors[node.input[place]].dims
                 outputs = rows * attribute_int(node, "k", 1)
-                yield node.output[0], columns * 8 // bits, outputs, bits, block, False
+                yield node.output[0], columns * 8 // bits, outputs, bits, block, bool(offsets)
 
 
 def read_bytes(artifact: Path, *, coarse: bool) -> int:

@@ -212,9 +212,10 @@ def _export(
             writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
         _tell_kept(weights, options)
         writer.write_graph("paged", paged_graph(spec, weights.stored))
-        if spec.has_gqa_graph:
+        _write_small_files(writer, job.files)
+        if _has_gqa_graph(spec, formats):
             writer.write_graph("gqa", gqa_graph(spec, weights.stored))
-        _write_small_files(writer, job.files, spec, job.tokens)
+            _write_genai_config(writer, job)
         if head is not None and job.score is not None:
             writer.write_bytes(SCORE_FILE, dump_score_head(head))
             if job.score.template is not None:
@@ -313,6 +314,19 @@ def _why_no_gqa_graph(spec: ArchSpec) -> str:
         return "ONNX Runtime knows no experts without a gate, which this model's are"
     assert spec.has_gelu_experts
     return "ONNX Runtime's MoE and QMoE have no gated GELU, which this model's experts have"
+
+
+def _has_gqa_graph(spec: ArchSpec, formats: Formats) -> bool:
+    """Whether there is one; says so where there is none for what experts keep."""
+    if not (spec.has_gqa_graph and formats.have_own_experts):
+        return spec.has_gqa_graph
+    logger.warning(
+        "the artifact will have no %s, and no %s for onnxruntime-genai: experts keep the minima of "
+        "their blocks, or the bits of each matrix, which ONNX Runtime's QMoE does not compute. "
+        "onnxport itself serves the paged graph; with --precision int8 there are both",
+        *(GRAPH_FILES["gqa"], genai.FILE),
+    )
+    return False
 
 
 def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
@@ -442,18 +456,18 @@ def _check_same(checkpoint: Checkpoint, first: str, second: str, spec: ArchSpec)
             )
 
 
-def _write_small_files(
-    writer: ArtifactWriter, folder: Path, spec: ArchSpec, tokens: SpecialTokens
-) -> None:
+def _write_small_files(writer: ArtifactWriter, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             writer.copy_file(folder / name)
     for template in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
         writer.copy_file(template, f"{TEMPLATE_FOLDER}/{template.name}")
-    if not spec.has_gqa_graph:  # onnxruntime-genai would look for it
-        return
-    generation = read_json(folder / "generation_config.json")
-    config = genai.genai_config(spec, tokens, generation)
+
+
+def _write_genai_config(writer: ArtifactWriter, job: _Job) -> None:
+    """Only where there is a graph that onnxruntime-genai would look for."""
+    generation = read_json(job.files / "generation_config.json")
+    config = genai.genai_config(job.spec, job.tokens, generation)
     writer.write_bytes(genai.FILE, genai.dumps(config))
 
 

@@ -107,7 +107,9 @@ class FeedForward:
         first_role = "up" if self.spec.ungated else "gate_up"
         gate_up = matrices[f"layers.{layer}.experts.{first_role}"]
         down = matrices[f"layers.{layer}.experts.down"]
-        assert gate_up.block == down.block
+        formats = [one.block for one in (gate_up, down) if one.block is not None]
+        assert len({(one.block_size, one.is_fp4) for one in formats}) == len(formats[:1])
+        assert len(formats) in (0, 2)
         first, second = (_of_experts(g, matrix, experts.count) for matrix in (gate_up, down))
         weights = ExpertWeights(
             count=experts.count,
@@ -117,7 +119,10 @@ class FeedForward:
             down_scales=second.scales,
             gate_up_bias=first.bias,
             down_bias=second.bias,
+            gate_up_offsets=first.offsets,
+            down_offsets=second.offsets,
             bits=gate_up.block.bits if gate_up.block else None,
+            down_bits=down.block.bits if down.block else None,
             block_size=gate_up.block.block_size if gate_up.block else None,
             is_fp4=gate_up.block is not None and gate_up.block.is_fp4,
         )
@@ -156,20 +161,22 @@ class _OfExperts(NamedTuple):
     weight: str
     scales: str
     bias: str
+    offsets: str
 
 
 def _of_experts(g: GraphBuilder, matrix: StoredMatrix, count: int) -> _OfExperts:
     """What lies one below the other, one behind the other."""
     assert matrix.zero_points is None
-    assert matrix.offsets is None
     rows, block = matrix.rows // count, matrix.block
     columns = matrix.columns if block is None else matrix.columns * block.bits // 8
+    blocks = 0 if block is None else block.num_blocks(matrix.columns)
 
     def apart(ref: TensorRef | None, *dims: int) -> str:
         return "" if ref is None else g.weight(ref.view(ref.name, (count, rows, *dims)))
 
     return _OfExperts(
         apart(matrix.weight, columns),
-        apart(matrix.scales, 0 if block is None else block.num_blocks(matrix.columns)),
+        apart(matrix.scales, blocks),
         apart(matrix.bias),
+        apart(matrix.offsets, blocks),
     )

@@ -54,15 +54,29 @@ class Formats:
     def has_offsets(self, role: str) -> bool:
         """Whether blocks of a matrix have minima, which offsets keep.
 
-        Eight bits change these blocks by little without. Head, embedding and experts have none, as
-        they have no zero points.
+        Eight bits change these blocks by little without. Head and embedding have none, as they have
+        no zero points.
         """
         block = self.block(role)
         if block is None or (block.bits, block.block_size) != (_INT4, GROUP) or block.is_fp4:
             return False
-        if _is_table(role) or _is_expert(role):
+        if _is_table(role):
             return False
         return any(name in self._checkpoint.with_minima for name in self._tensors(role))
+
+    @property
+    def have_own_experts(self) -> bool:
+        """Whether some experts have offsets, or bits of down that are not those of gate and up."""
+        experts = [role for role in self._plan.matrices if _is_expert(role)]
+        if any(map(self.has_offsets, experts)):
+            return True
+        bits = {role: self.block(role) for role in experts}
+        down = {role: one for role, one in bits.items() if role.endswith(EXPERTS[-1])}
+        return any(
+            bits.get(role.removesuffix(EXPERTS[-1]) + first, one) != one
+            for role, one in down.items()
+            for first in EXPERTS[:-1]
+        )
 
     def settled(self) -> ExportOptions:
         """The options, with the precision that projections have, or the least one."""
@@ -91,23 +105,11 @@ class Formats:
         return [part.tensor for part in self._plan.matrices[role].parts]
 
     def _wanted_bits(self, role: str) -> int:
-        """The bits that all parts of a matrix, or all experts of a layer, need.
+        """The bits that all parts of a matrix, of all experts too, need.
 
-        What is in floats gets those of which it loses little; so do minima of experts.
+        What is in floats gets those of which it loses little.
         """
-        found, names = self._checkpoint, self._tensors(role)
-        if not _is_expert(role):
-            return max(found.wanted_bits(name) or _INT8 for name in names)
-        layer = role[: role.rindex(".experts.")]  # gate, up and down are one operator's
-        every = [
-            name
-            for one in EXPERTS
-            if layer + one in self._plan.matrices
-            for name in self._tensors(layer + one)
-        ]
-        if any(name in found.with_minima for name in every):
-            return _INT8
-        return max(found.wanted_bits(name) or _INT8 for name in every)
+        return max(self._checkpoint.wanted_bits(name) or _INT8 for name in self._tensors(role))
 
 
 def _is_table(role: str) -> bool:

@@ -20,12 +20,16 @@ from onnx import TensorProto
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
-from onnxport.graphs.inspect import attribute_float, attribute_text
+from onnxport.graphs.inspect import attribute_float, attribute_int, attribute_text
 
 GELU: Final = "gelu"  # activation_type
 RELU2: Final = "relu2"  # likewise, of experts without a gate
 FP4: Final = "fp4"  # QMoE's quant_type where it is given; without, quantized to integers
 GLOBAL_SCALES: Final = (15, 16)  # QMoE's inputs with a number for each expert, of MXFP4 alone
+# Offsets of gate_up's blocks and of down's, in floats. QMoE's schema has zero points in their
+# places, in integers, so ONNX Runtime refuses a graph that has them, and does not compute without.
+OFFSETS: Final = (11, 12)
+DOWN_BITS: Final = "fc2_expert_weight_bits"  # an attribute, where they are not `expert_weight_bits`
 
 LEFT_OUT: Final = -65504.0  # the logit of an expert that is not chosen; the lowest float16
 _LEAST_SCORE: Final = 1e-30  # whose logarithm, -69, is far above that
@@ -39,7 +43,7 @@ class ExpertWeights:
     Of each expert `gate_up` has twice as many rows as it has features between its products: gate's
     and up's take turns, and so they do in its bias. Without a gate it is up. Quantized weights are
     uint8 [experts, rows, columns * bits / 8] in the format of `matmul_nbits`, with scales [experts,
-    rows, columns / block_size].
+    rows, columns / block_size], and may have offsets of that shape, as `ops.add_offsets` adds them.
     """
 
     count: int
@@ -49,7 +53,10 @@ class ExpertWeights:
     down_scales: str = ""
     gate_up_bias: str = ""  # [experts, its rows], of x's type; omitted where down's is
     down_bias: str = ""  # [experts, hidden]
+    gate_up_offsets: str = ""  # of x's type; omitted where there are none
+    down_offsets: str = ""
     bits: int | None = None  # 4 or 8; None: weights are of x's type, without scales
+    down_bits: int | None = None  # of down; None: as many
     block_size: int | None = None  # what divides both numbers of columns
     is_fp4: bool = False  # numbers are E2M1, scales are exponents, E8M0: MXFP4, in blocks of 32
 
@@ -105,6 +112,18 @@ class Swiglu:
             up_offset=attribute_float(node, "activation_beta", 0.0),
             limit=None if math.isinf(limit) else limit,
         )
+
+
+def bits_of(node: onnx.NodeProto) -> tuple[int, int]:
+    """The bits of gate_up and of down that a `QMoE` has."""
+    both = attribute_int(node, "expert_weight_bits", 4)
+    return attribute_int(node, "fc1_expert_weight_bits", both), attribute_int(node, DOWN_BITS, both)
+
+
+def offsets_of(node: onnx.NodeProto) -> tuple[str, str]:
+    """The offsets of gate_up and of down that a `QMoE` has; empty names of what there is not."""
+    first, second = (node.input[at] if at < len(node.input) else "" for at in OFFSETS)
+    return first, second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +279,9 @@ def _operator(
         first.append(weights.gate_up_scales)
         second.append(weights.down_scales)
     inputs = [x, rows, *first, weights.gate_up_bias, *second, weights.down_bias]
+    offsets = [weights.gate_up_offsets, weights.down_offsets]
+    if any(offsets):
+        inputs += [*[""] * (OFFSETS[0] - len(inputs)), *offsets]
     if weights.is_fp4:  # the operator wants a scale of all of an expert besides
         ones = g.constant(np.ones(weights.count, np.float32), "global_scale")
         inputs += [*[""] * (GLOBAL_SCALES[0] - len(inputs)), ones, ones]
@@ -273,6 +295,7 @@ def _operator(
         name=name,
         quant_type=FP4 if weights.is_fp4 else None,
         expert_weight_bits=weights.bits,
+        **({} if weights.down_bits in (None, weights.bits) else {DOWN_BITS: weights.down_bits}),
         block_size=weights.block_size,
         weights_prepacked=0,
         accuracy_level=accuracy_level,

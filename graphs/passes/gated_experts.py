@@ -14,8 +14,8 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs import contract
-from onnxport.graphs.experts import FP4, Swiglu
-from onnxport.graphs.inspect import attribute_int, initializers, names
+from onnxport.graphs.experts import FP4, Swiglu, bits_of, offsets_of
+from onnxport.graphs.inspect import attribute_int, initializers, names, set_input
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.int8_experts import WEIGHTS, check_fp4, is_fp4
 from onnxport.graphs.passes.int8_matmul import BITS, BLOCK_SIZES
@@ -25,14 +25,23 @@ from onnxport.graphs.passes.split_matmul import drop_unread
 
 # [..., K] and the router's logits [rows, num_experts] -> [..., N]
 GATED_EXPERTS: Final = "GatedExperts"
+EXPERTS_ZERO_POINTS: Final = (8, 9)  # inputs: of gate and up, and of down
+EXPERTS_OFFSETS: Final = (10, 11)  # likewise
+
+
+def expert_offsets(model: onnx.ModelProto) -> frozenset[str]:
+    """Offsets of experts, which the operator takes as they are stored."""
+    nodes = (node for node in model.graph.node if node.op_type == QMOE)
+    return frozenset(name for node in nodes for name in offsets_of(node) if name)
 
 
 def use_gated_experts(model: onnx.ModelProto) -> PassResult:
     """Replace every QMoE that the operator can compute.
 
     That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256, or MXFP4; gate and up that take
-    turns, or no gate; weights that add up to 1; weights, float32 scales and, of both products or of
-    none, float32 biases that are initializers; no zero points or third product.
+    turns, or no gate; weights that add up to 1; weights, float32 scales, float16 offsets, if there
+    are some (see `expert_offsets`), and, of both products or of none, float32 biases that are
+    initializers; no zero points or third product.
 
     Scales of MXFP4 are exponents, which the operator reads as bytes, for its library knows no E8M0.
 
@@ -69,10 +78,12 @@ def _fits(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
     read = [*_weights(node), *biases_of(node)]
     types = [tensors[name].data_type for name in read if name in tensors]
     floats = [TensorProto.FLOAT] * len(biases_of(node))
+    offsets = [tensors.get(name) for name in offsets_of(node) if name]
     return (
         types == [TensorProto.UINT8, scales] * 2 + floats
+        and all(one is not None and one.data_type == TensorProto.FLOAT16 for one in offsets)
         and attribute_int(node, "accuracy_level", 0) == contract.INT8_LEVEL
-        and attribute_int(node, "expert_weight_bits", 4) in BITS
+        and set(bits_of(node)) <= set(BITS)
         and attribute_int(node, "block_size", 0) in BLOCK_SIZES
     )
 
@@ -94,9 +105,9 @@ def _weights(node: onnx.NodeProto) -> list[str]:
 
 
 def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> onnx.NodeProto:
-    bits, block_size = (attribute_int(node, key, 0) for key in ("expert_weight_bits", "block_size"))
+    block_size, (bits, down_bits) = attribute_int(node, "block_size", 0), bits_of(node)
     gate_up, down = (tensors[name].dims for name in _weights(node)[::2])
-    return onnx.helper.make_node(
+    made = onnx.helper.make_node(
         GATED_EXPERTS,
         [*node.input[:2], *_weights(node), *biases_of(node)],
         list(node.output),
@@ -110,11 +121,15 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
         normalize=1,
         bits=bits,
         block_size=block_size,
-        down_bits=bits,
+        down_bits=down_bits,
         down_block_size=block_size,
         **({"quant_type": FP4} if is_fp4(node) else {}),
         **swiglu_attributes(node),
     )
+    for place, name in zip(EXPERTS_OFFSETS, offsets_of(node), strict=True):
+        if name:
+            set_input(made, place, name)
+    return made
 
 
 def swiglu_attributes(node: onnx.NodeProto) -> dict[str, float]:

@@ -9,6 +9,9 @@ all of them:
     gated  = Where(chosen, swiglu(gate, up) * part, 0), or of up alone without a gate
     y      = sum over experts of gated[expert] down[expert]^T, and of part[expert] bias[expert]
 
+Blocks of weights that have offsets add these times the sums of what they are multiplied with, see
+`ops.add_offsets`; those of down once for all experts.
+
 An expert is chosen where fewer than k others have a larger logit, or the same one and a lower
 index. It is left out by a choice, not by a part of 0: 0 times infinity is no number. Biases, which
 layers may lack, are finite.
@@ -32,7 +35,16 @@ from onnx import TensorProto
 from onnxport.errors import ArtifactError
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.experts import FP4, GELU, GLOBAL_SCALES, RELU2, Swiglu
+from onnxport.graphs.experts import (
+    FP4,
+    GELU,
+    GLOBAL_SCALES,
+    OFFSETS,
+    RELU2,
+    Swiglu,
+    bits_of,
+    offsets_of,
+)
 from onnxport.graphs.inspect import (
     attribute_int,
     attribute_text,
@@ -41,7 +53,7 @@ from onnxport.graphs.inspect import (
     names,
 )
 from onnxport.graphs.passes.result import PassResult, copy_model
-from onnxport.graphs.passes.retype import external_placeholder
+from onnxport.graphs.passes.retype import FLOAT_DTYPES, external_placeholder
 from onnxport.graphs.passes.split_matmul import drop_unread, row_range
 
 MOE, QMOE = "MoE", "QMoE"
@@ -144,10 +156,7 @@ class _Layer:
         count, size = self.count, self.size
         biases = [self.tensors[name] for name in biases_of(self.node)]
         chosen, parts = self._route(g, logits)
-        joined = self._product(g, x, 0, None, "gate_up")
-        if biases:
-            bias = self._whole(g, biases[0], "gate_up.bias", [math.prod(biases[0].dims)])
-            joined = g.node("Add", [joined, bias], name="gate_up.biased")
+        joined = self._joined(g, x, biases)
         gated = self._activated(g, joined)
         weighed = g.node("Mul", [gated, parts], name="parts")
         own = g.node("Where", [chosen, weighed, self._number(g, 0)])
@@ -156,6 +165,8 @@ class _Layer:
         added = [
             self._product(g, one, 1, expert, f"{expert}.down") for expert, one in enumerate(each)
         ]
+        if self._offsets(1) is not None:
+            added.append(self._down_offsets(g, rows))
         if biases:
             bias = self._whole(g, biases[1], "down.bias", list(biases[1].dims))
             added.append(g.node("MatMul", [ops.reshape(g, parts, (0, count)), bias], name="biases"))
@@ -165,6 +176,19 @@ class _Layer:
         last = [total, added[-1]] if len(added) > 1 else [total]
         kind = "Add" if len(added) > 1 else "Identity"
         g.node(kind, last, outputs=[self.node.output[0]], name="sum")
+
+    def _joined(self, g: GraphBuilder, x: str, biases: list[TensorProto]) -> str:
+        """The first products of all experts, side by side."""
+        joined = self._product(g, x, 0, None, "gate_up")
+        if (offsets := self._offsets(0)) is not None:
+            n, blocks = self.count * int(offsets.dims[1]), int(offsets.dims[2])
+            added = self._whole(g, offsets, "gate_up.offsets", [n, blocks])
+            sizes = {"k": blocks * self._block_size, "n": n, "block_size": self._block_size}
+            joined = ops.add_offsets(g, x, joined, added, **sizes, is_flat=True, name="gate_up")
+        if not biases:
+            return joined
+        bias = self._whole(g, biases[0], "gate_up.bias", [math.prod(biases[0].dims)])
+        return g.node("Add", [joined, bias], name="gate_up.biased")
 
     def _route(self, g: GraphBuilder, logits: str) -> tuple[str, str]:
         """Whether a token is given to an expert, bool, and its part; [num_tokens, experts, 1]."""
@@ -231,9 +255,7 @@ class _Layer:
         if self.node.op_type == MOE:
             weight = declare(stored, [n, int(stored.dims[2])])
             return g.node("Gemm", [x, weight], name=name, transB=1)
-        bits, block = (
-            attribute_int(self.node, key, 0) for key in ("expert_weight_bits", "block_size")
-        )
+        bits, block = bits_of(self.node)[which], self._block_size
         scales = self.tensors[self.node.input[_WEIGHTS[QMOE][which] + 1]]
         k = int(stored.dims[2]) * 8 // bits
         return ops.matmul_nbits(
@@ -248,6 +270,28 @@ class _Layer:
             accuracy_level=attribute_int(self.node, "accuracy_level", 0),
             name=name,
         )
+
+    def _down_offsets(self, g: GraphBuilder, gated: str) -> str:
+        """What down's offsets make of all experts' features, [num_tokens, hidden]."""
+        offsets = self._offsets(1)
+        assert offsets is not None
+        count, hidden, blocks = offsets.dims
+        cut = ops.reshape(g, gated, (-1, count * blocks, self._block_size), "down.blocks")
+        sums = g.node("ReduceSum", [cut, ops.last_axis(g)], name="down.sums", keepdims=0)
+        each = self._whole(g, offsets, "down.offsets", [count, hidden, blocks])
+        turned = g.node("Transpose", [each], name="down.turned", perm=[0, 2, 1])
+        rows = ops.reshape(g, turned, (count * blocks, hidden), "down.offset_rows")
+        return g.node("MatMul", [sums, rows], name="down.offsets")
+
+    @property
+    def _block_size(self) -> int:
+        return attribute_int(self.node, "block_size", 0)
+
+    def _offsets(self, which: int) -> TensorProto | None:
+        """Those of a product's blocks, [experts, rows, blocks]; None: it has none."""
+        if self.node.op_type != QMOE or not (name := offsets_of(self.node)[which]):
+            return None
+        return self.tensors[name]
 
     def _whole(self, g: GraphBuilder, tensor: TensorProto, name: str, dims: list[int]) -> str:
         """A tensor in another shape."""
@@ -270,11 +314,14 @@ def _layer(
 ) -> _Layer:
     """A node that can be split. Raises ArtifactError for another."""
     places = EXPERTS_INPUTS[node.op_type][2:]
-    stored = [tensors.get(name) for name in (*(node.input[i] for i in places), *biases_of(node))]
+    offsets = [name for name in offsets_of(node) if name] if node.op_type == QMOE else []
+    names = [*(node.input[i] for i in places), *biases_of(node), *offsets]
+    stored = [tensors.get(name) for name in names]
     is_ours = (
         is_swiglu(node)
         and attribute_text(node, "quant_type", "int") == "int"
         and all(one is not None and one.data_location == TensorProto.EXTERNAL for one in stored)
+        and all(tensors[name].data_type in FLOAT_DTYPES.values() for name in offsets)
     )
     if not is_ours:
         raise ArtifactError(
@@ -292,6 +339,8 @@ def is_swiglu(node: onnx.NodeProto) -> bool:
     """
     given = {index for index, name in enumerate(node.input) if name}
     needed, biases = set(EXPERTS_INPUTS[node.op_type]), set(BIASES[node.op_type])
+    if node.op_type == QMOE and attribute_text(node, "quant_type", "int") == "int":
+        given -= set(OFFSETS)  # as the caller knows by their types
     if attribute_text(node, "quant_type") == FP4:
         needed |= set(GLOBAL_SCALES)
     kind = attribute_text(node, "activation_type"), attribute_int(node, "swiglu_fusion", 0)

@@ -18,7 +18,7 @@ from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.block_offsets import fuse_block_offsets
 from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
 from onnxport.graphs.passes.float_experts import float_expert_weights, use_float_experts
-from onnxport.graphs.passes.gated_experts import use_gated_experts
+from onnxport.graphs.passes.gated_experts import expert_offsets, use_gated_experts
 from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp, zero_point_bytes
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
@@ -105,7 +105,9 @@ def lower(
     stored = step.model
     floats: frozenset[str] = frozenset()
     if is_native:
-        floats = float_expert_weights(stored) | head_product_weights(stored)
+        floats = (
+            float_expert_weights(stored) | head_product_weights(stored) | expert_offsets(stored)
+        )
     step = retype(stored, artifact.read_tensor, kept=floats)
     yield step
     tells = bool(options.hidden_layers) or options.final_states

@@ -26,7 +26,7 @@ from onnx import TensorProto, helper
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
-from onnxport.graphs.experts import Swiglu
+from onnxport.graphs.experts import DOWN_BITS, OFFSETS, Swiglu
 from onnxport.graphs.inspect import attribute_text
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.chunk_linear import chunk_linear
@@ -273,22 +273,22 @@ class _Conversions:
 
     def quantized_experts(self, node: Any) -> list[Any]:
         """QMoE with compressed weights."""
-        bits, block_size = (
-            node.get_attribute("expert_weight_bits"),
-            node.get_attribute("block_size"),
+        block_size, first = (
+            node.get_attribute(one) for one in ("block_size", "expert_weight_bits")
         )
         weights = []
-        for index in (2, 5):
+        for index, bits in ((2, first), (5, node.get_attribute(DOWN_BITS, first))):
             name, scales = _name(node, index), _name(node, index + 1)
-            dims = self._weights[name].shape[:2]
-            weights.append(self._dequantized(name, scales, dims, bits, block_size))
+            dims, place = self._weights[name].shape[:2], OFFSETS[index // 5]
+            offsets = _name(node, place) if self._has(node, place) else None
+            weights.append(self._dequantized(name, scales, dims, bits, block_size, offsets=offsets))
         return [self._experts(node, weights, BIASES[QMOE])]
 
     def _experts(self, node: Any, weights: Sequence[Any], biases: tuple[int, int]) -> Any:
         if node.get_attribute("activation_type", "swiglu") != "swiglu":
             raise ValueError("experts with another activation than swiglu")
         x, logits = (node.get_input(index) for index in range(2))
-        if node.get_input_size() > biases[1]:
+        if all(self._has(node, index) for index in biases):
             own = ExpertWeights(*weights, *(self._weights[_name(node, index)] for index in biases))
         else:
             own = ExpertWeights(*weights)
@@ -308,6 +308,7 @@ class _Conversions:
         bits: int,
         block_size: int,
         zero_points: str | None = None,
+        offsets: str | None = None,
     ) -> Any:
         """Unsigned blocks, each with a scale: float [*dims, columns].
 
@@ -328,14 +329,32 @@ class _Conversions:
             side_by_side = _side_by_side(self._weights[zero_points], blocks, bits)
             zero = self._shared(ov.Tensor(side_by_side, ov.Shape([*dims, blocks, 1]), kind))
         factors = _writable(self._weights[scales]).reshape(*dims, blocks, 1)
+        if offsets is not None:
+            factors, middle = _middles(factors, self._weights[offsets], 1 << (bits - 1))
+            zero = self._shared(ov.Tensor(middle, shared_memory=True))
         scale = self._shared(ov.Tensor(factors, shared_memory=True))
         dtype = scale.get_element_type()
         centred = ops.subtract(ops.convert(numbers, dtype), ops.convert(zero, dtype))
         size = self._value([*dims, blocks * block_size], np.int64)
         return ops.reshape(ops.multiply(centred, scale), size, False)
 
+    def _has(self, node: Any, place: int) -> bool:
+        """Whether an operator has an optional weight."""
+        return place < node.get_input_size() and _name(node, place) in self._weights
+
     def _value(self, value: Any, dtype: Any) -> Any:
         return self._ops.constant(np.array(value, dtype)).output(0)
+
+
+def _middles(
+    scales: NDArray[Any], offsets: NDArray[Any], zero: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Scales, and zero points that are no integers, of blocks that have offsets.
+
+    Where a scale is 0, all numbers of the block are its offset, and its quants the middle.
+    """
+    scales = np.where(scales == 0, scales.dtype.type(1), scales)
+    return scales, zero - offsets.reshape(scales.shape) / scales
 
 
 def _side_by_side(zero_points: NDArray[Any], blocks: int, bits: int) -> NDArray[np.uint8]:

@@ -260,12 +260,13 @@ def stored(artifact: Artifact, role: str) -> NDArray[np.float32]:
     )
     assert f"{role}.zero_points" not in found
     zero = 128
-    if artifact.manifest.group_size == 2 * quants.shape[-1]:
+    if artifact.manifest.group_size == 2 * quants.shape[-1]:  # of four bits
         quants, zero = np.stack([quants & 15, quants >> 4], axis=-1), 8
     numbers = quants.reshape(*quants.shape[:2], -1).astype(np.float32) - zero
     numbers *= scales.reshape(-1, blocks, 1)
     if f"{role}.offsets" in found:
-        numbers += artifact.read_tensor(found[f"{role}.offsets"]).astype(np.float32)[..., None]
+        offsets = artifact.read_tensor(found[f"{role}.offsets"]).reshape(-1, blocks, 1)
+        numbers += offsets.astype(np.float32)
     return numbers.reshape(len(quants), -1)
 
 

@@ -23,6 +23,7 @@ from onnxport.exporter.quantize import BlockFormat
 from onnxport.graphs.artifact import Artifact
 from tests.exporter import checkpoints, ggufs
 from tests.exporter.run_graphs import check_golden
+from tests.exporter.test_expert_offsets import EXPERTS
 from tests.exporter.test_gguf import WIDE, by_matrix, case, made, meant, stored
 from tests.exporter.test_quantize import weights
 from tests.exporter.test_zero_points import products
@@ -205,41 +206,6 @@ def test_matrices_in_floats_are_not_rounded_to_four_bits(tmp_path: Path) -> None
     expected = meant(path, "blk.0.ffn_down.weight")
     off = np.linalg.norm(stored(artifact, "layers.0.down") - expected)
     assert off < 0.01 * np.linalg.norm(expected)
-
-
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "head_dim": 16,
-    "norm_topk_prob": True,
-}
-
-
-@pytest.mark.parametrize(("kind", "bits"), [(Kind.Q4_0, 4), (Kind.Q4_1, 8)])
-def test_experts_have_none_and_keep_what_they_are(tmp_path: Path, kind: Kind, bits: int) -> None:
-    """Eight bits are near what has minima; one in eight bits has the others of its layer so."""
-
-    def pick(name: str, _: object) -> Kind:
-        return Kind.Q8_0 if name == "blk.1.ffn_down_exps.weight" else kind
-
-    path = made(tmp_path, pick, "qwen3_moe", **EXPERTS)
-    artifact = Artifact.read(export_model(path, tmp_path / "artifact"))
-    found = {
-        node.name: attribute.i
-        for node in artifact.load_graph("paged").graph.node
-        if node.op_type == "QMoE"
-        for attribute in node.attribute
-        if attribute.name == "expert_weight_bits"
-    }
-    assert list(found.values()) == [bits, 8]
-    wider = {4: 2, 8: 4}[bits]  # of each layer two matrices
-    assert (artifact.manifest.precision, artifact.manifest.int8_matrices) == ("int4", wider)
-    expected = meant(path, "blk.0.ffn_down_exps.weight")
-    off = np.linalg.norm(stored(artifact, "layers.0.experts.down") - expected)
-    assert off < 0.008 * np.linalg.norm(expected)
-    names = [one.name for one in artifact.load_graph("paged").graph.initializer]
-    assert not any("experts" in name and "offsets" in name for name in names)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])

@@ -145,16 +145,18 @@ def layer(
     sigmoid: bool = False,
     corrected: bool = False,
     grouped: bool = False,
+    down_bits: int | None = None,
+    offsets: bool = False,
 ) -> Layer:
     """A layer with random weights; without bits they are of the activations' type.
 
-    `bits` may be FP4.
+    `bits` may be FP4. Those of down may be others, and blocks of both may have offsets.
     """
     swiglu, biased = {**VARIANTS, **UNGATED}[variant]
     rows = swiglu.parts * SIZE
     random = np.random.default_rng(7)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
-    g, content, meant, names = GraphBuilder("layer"), bytes(64), [], []
+    g, content, meant, names, added = GraphBuilder("layer"), bytes(64), [], [], ["", ""]
 
     def store(name: str, value: NDArray[np.generic]) -> str:
         nonlocal content
@@ -179,13 +181,13 @@ def layer(
             names.append((numbers, store(f"{name}.scales", powers)))
             continue
         assert isinstance(bits, int)
-        scales = (random.random((*shape[:2], shape[2] // BLOCK)) / 2 ** (bits + 1)).astype(kind)
-        quants = random.integers(0, 256, (*shape[:2], shape[2] * bits // 8), np.uint8)
-        levels = quants
-        if bits == 4:
-            levels = np.stack([quants & 15, quants >> 4], axis=-1).reshape(shape)
-        centred = levels.reshape(*scales.shape, BLOCK) - np.float32(2 ** (bits - 1))
-        meant.append((centred * scales[..., None].astype(np.float32)).reshape(shape))
+        own = down_bits or bits if name == "down" else bits
+        quants, scales, numbers = _integers(random, shape, own, kind)
+        if offsets:
+            ends = (random.standard_normal(scales.shape) / 4).astype(kind)
+            numbers += np.repeat(ends.astype(np.float32), BLOCK, axis=-1)
+            added[name == "down"] = store(f"{name}.offsets", ends)
+        meant.append(numbers)
         names.append((store(f"{name}.weight", quants), store(f"{name}.scales", scales)))
     x = g.input("x", dtype, ["tokens", HIDDEN])
     logits = g.input("router", dtype, ["tokens", COUNT])
@@ -203,7 +205,10 @@ def layer(
         down_scales=names[1][1],
         gate_up_bias=stored[0],
         down_bias=stored[1],
+        gate_up_offsets=added[0],
+        down_offsets=added[1],
         bits=4 if bits == FP4 else bits,  # type: ignore[arg-type]
+        down_bits=down_bits,
         block_size=None if bits is None else BLOCK,
         is_fp4=bits == FP4,
     )
@@ -221,11 +226,24 @@ def layer(
     y = expert_layer(g, x, logits, weights, routing, swiglu, dtype=dtype, accuracy_level=level)
     g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
     (folder / WEIGHTS_FILE).write_bytes(content)
-    added = (biases[0], biases[1]) if biased else None
+    both = (biases[0], biases[1]) if biased else None
     return Layer(
-        *(g.build(), folder, meant[0], meant[1], normalized, swiglu, added, sigmoid, correction),
+        *(g.build(), folder, meant[0], meant[1], normalized, swiglu, both, sigmoid, correction),
         grouped,
     )
+
+
+def _integers(
+    random: np.random.Generator, shape: tuple[int, int, int], bits: int, kind: np.dtype[Any]
+) -> tuple[NDArray[np.uint8], NDArray[Any], Array]:
+    """Quants and scales as they are stored, and what they mean."""
+    scales = (random.random((*shape[:2], shape[2] // BLOCK)) / 2 ** (bits + 1)).astype(kind)
+    quants = random.integers(0, 256, (*shape[:2], shape[2] * bits // 8), np.uint8)
+    levels = quants
+    if bits == 4:
+        levels = np.stack([quants & 15, quants >> 4], axis=-1).reshape(shape)
+    centred = levels.reshape(*scales.shape, BLOCK) - np.float32(2 ** (bits - 1))
+    return quants, scales, (centred * scales[..., None].astype(np.float32)).reshape(shape)
 
 
 def inputs(tokens: int, seed: int = 0) -> tuple[Array, Array]:

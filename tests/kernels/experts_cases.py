@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxport.graphs.inspect import set_input
+from onnxport.graphs.passes.gated_experts import EXPERTS_OFFSETS, EXPERTS_ZERO_POINTS
 from tests.kernels import matmul_cases, mlp_cases
 from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
@@ -113,7 +116,29 @@ def random_case(seed: int) -> ExpertsCase:
     case = make_case(seed, (first, second), sizes, int(rng.choice(ROWS)), count)
     if rng.integers(2):  # many ties
         case = case.replace(logits=np.round(case.logits))
-    return case.replace(normalize=bool(rng.integers(2)), half=seed % 3 == 1)
+    case = case.replace(normalize=bool(rng.integers(2)), half=seed % 3 == 1)
+    has_zeros = (seed % 7 in (3, 5), seed % 5 in (1, 3))
+    return with_zeros(seed, case, has_zeros, has_offsets=(seed % 7 in (2, 4), seed % 5 in (0, 4)))
+
+
+def with_zeros(
+    seed: int,
+    case: ExpertsCase,
+    has_zeros: tuple[bool, bool] = (False, False),
+    has_offsets: tuple[bool, bool] = (False, False),
+) -> ExpertsCase:
+    """The same experts, of which both products may have zero points or offsets."""
+
+    def given(of: MatMulCase, seed: int, which: int) -> MatMulCase:
+        if has_zeros[which]:
+            return matmul_cases.with_zero_points(seed, of)
+        return matmul_cases.with_offsets(seed, of) if has_offsets[which] else of
+
+    experts = [
+        MlpCase(given(one.gate_up, seed + 2 * i, 0), given(one.down, seed + 2 * i + 1, 1))
+        for i, one in enumerate(case.experts)
+    ]
+    return case.replace(experts=experts)
 
 
 def random_case_with_extras(seed: int) -> ExpertsCase:
@@ -139,8 +164,7 @@ def without_gates(case: ExpertsCase, seed: int | None = None) -> ExpertsCase:
     experts = []
     for expert in case.experts:
         inner, of = expert.inner, expert.gate_up
-        half = of.replace(quants=of.quants[:inner], scales=of.scales[:inner])
-        experts.append(MlpCase(half, expert.down))
+        experts.append(MlpCase(_rows(of, lambda whole, inner=inner: whole[:inner]), expert.down))
     extras = NONE.replace(is_relu2=True)
     if seed is not None:
         rng = np.random.default_rng(seed)
@@ -210,8 +234,18 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: float | str) -
     node = helper.make_node(
         "GatedExperts", ["x", "logits", *names, *added], ["y"], domain="onnxport", **values
     )
-    arrays = [array for of in joined(case) for array in (of.quants, of.stored_scales)]
+    products = joined(case)
+    arrays = [array for of in products for array in (of.quants, of.stored_scales)]
     tensors = []
+    for of, places in zip(
+        products, zip(EXPERTS_ZERO_POINTS, EXPERTS_OFFSETS, strict=True), strict=True
+    ):
+        if of.zero_points is not None:
+            set_input(node, places[0], f"zeros{places[0]}")
+            tensors.append(numpy_helper.from_array(of.stored_zero_points, f"zeros{places[0]}"))
+        if of.offsets is not None:
+            set_input(node, places[1], f"offsets{places[1]}")
+            tensors.append(numpy_helper.from_array(of.offsets, f"offsets{places[1]}"))
     for array, name in zip(arrays, names, strict=True):
         stored = array.astype(np.float16) if case.half and array.dtype == np.float32 else array
         by_expert = stored.reshape(len(case.experts), -1, *stored.shape[1:])
@@ -247,15 +281,25 @@ def joined(case: ExpertsCase) -> tuple[MatMulCase, MatMulCase]:
         return array if case.extras.is_relu2 else interleaved(array)
 
     return (
-        gate_up.replace(
-            quants=np.concatenate([stored(of.quants) for of in all_gate_up]),
-            scales=np.concatenate([stored(of.scales) for of in all_gate_up]),
-        ),
-        down.replace(
-            x=down.x[:0],
-            quants=np.concatenate([of.quants for of in all_down]),
-            scales=np.concatenate([of.scales for of in all_down]),
-        ),
+        _below(gate_up, [_rows(of, stored) for of in all_gate_up]),
+        _below(down.replace(x=down.x[:0]), all_down),
+    )
+
+
+_OF_ROWS = ("quants", "scales", "zero_points", "offsets")  # what a case has of each row
+
+
+def _rows(of: MatMulCase, change: Callable[[NDArray[Any]], NDArray[Any]]) -> MatMulCase:
+    """The same with other rows, or in another order."""
+    found = {name: getattr(of, name) for name in _OF_ROWS}
+    return of.replace(**{name: change(one) for name, one in found.items() if one is not None})
+
+
+def _below(of: MatMulCase, every: list[MatMulCase]) -> MatMulCase:
+    """The same with the rows of all, one below the other."""
+    found = {name: [getattr(one, name) for one in every] for name in _OF_ROWS}
+    return of.replace(
+        **{name: np.concatenate(some) for name, some in found.items() if some[0] is not None}
     )
 
 

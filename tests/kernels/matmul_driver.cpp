@@ -84,11 +84,11 @@ void connect(MatMul& m, Stored& stored, const uint8_t* weights) {
   m.norm.residual = stored.residual.data();
 }
 
-// Packs zero points or offsets, if there are some, for a call that has them as `pack` does.
+// Packs zero points or offsets, if there are some, for so many calls that have them as `pack` does.
 template <class Pack>
-void connect_zeros(MatMul& m, Stored& stored, Pack pack) {
+void connect_zeros(MatMul& m, Stored& stored, Pack pack, int64_t count = 1) {
   if (stored.zero_points.empty()) return;
-  stored.zeros.resize(static_cast<size_t>(packed_zeros(m)));
+  stored.zeros.resize(static_cast<size_t>(count * packed_zeros(m)));
   pack(stored.zero_points.data(), stored.zeros.data());
   m.zeros = stored.zeros.data();
 }
@@ -195,6 +195,14 @@ void run_experts() {
   std::vector<float> output(static_cast<size_t>(first.product.rows * expert.down.n));
   connect(expert.gate_up, first, gate_up.data);
   expert.down.weights = down.data;
+  connect_zeros(
+      expert.gate_up, first,
+      [&](const uint8_t* from, uint16_t* to) { pack_experts_gate_up_zeros(experts, from, to); },
+      sizes[0]);
+  connect_zeros(
+      expert.down, second,
+      [&](const uint8_t* from, uint16_t* to) { pack_experts_down_zeros(experts, from, to); },
+      sizes[0]);
   expert.down.output = output.data();
   if (sizes[3]) {
     experts.gate_up_bias = gate_up_bias.data();

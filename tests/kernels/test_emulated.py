@@ -18,6 +18,7 @@ from tests.kernels.test_isas import processor_flags
 ROOT = Path(__file__).parents[2]
 FILES = [
     "coarse",
+    "expert_zeros",
     "experts",
     "float16_cache",
     "float_experts",

@@ -89,6 +89,29 @@ def test_weights_stay_integers(tmp_path: Path, bits: int | str) -> None:
 
 
 @gathers
+@pytest.mark.parametrize("bits", [(4, 4), (4, 8)])
+def test_blocks_with_offsets(tmp_path: Path, bits: tuple[int, int]) -> None:
+    """They are zero points that are no integers; weights stay what they are."""
+    made = layer(tmp_path, bits[0], TYPES["float16"], down_bits=bits[1], offsets=True)
+    graph = compiled(made)
+    nodes = graph.get_runtime_model().get_ops()
+    products = [n for n in nodes if n.get_rt_info()["layerType"].astype(str) == experts.GATHERS]
+    kinds = {node.input(1).get_element_type() for node in products}
+    assert kinds == {{4: ov.Type.u4, 8: ov.Type.u8}[one] for one in bits}
+    for tokens in (1, 9):
+        x, logits = inputs(tokens)
+        expected = made.expected(x, logits)
+        off = np.abs(run(graph, x, logits) - expected).max()
+        assert off < 1e-5 * np.ptp(expected)
+
+
+def test_blocks_without_a_step_are_their_offset() -> None:
+    scales, offsets = np.array([[0, 0.5]], np.float32), np.array([[0.75, -1]], np.float32)
+    scales, middles = convert._middles(scales[..., None], offsets, 8)
+    np.testing.assert_array_equal((8 - middles) * scales, offsets[..., None])
+
+
+@gathers
 def test_a_row_has_the_same_bits_in_any_batch(tmp_path: Path) -> None:
     graph = compiled(layer(tmp_path, 4, TYPES["float32"]))
     x, logits = inputs(9)

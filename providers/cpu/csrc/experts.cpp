@@ -25,11 +25,13 @@ constexpr int64_t kLine = 16;  // numbers of 32 bits
 // Quantized activations of several calls, each at a cache line.
 class QuantizedCalls {
  public:
-  // Makes room for so many rows' blocks.
-  void reserve(int64_t row_blocks, int64_t block_size) {
-    quants_ = quant_memory_.reserve<int8_t>(static_cast<size_t>(row_blocks * block_size));
-    scales_ = scale_memory_.reserve<float>(static_cast<size_t>(row_blocks));
-    corrections_ = correction_memory_.reserve<int32_t>(static_cast<size_t>(row_blocks));
+  // Makes room for so many rows' blocks, for calls with such weights.
+  void reserve(int64_t row_blocks, const MatMul& weights) {
+    const auto blocks = static_cast<size_t>(row_blocks);
+    quants_ = quant_memory_.reserve<int8_t>(blocks * static_cast<size_t>(weights.block_size));
+    scales_ = scale_memory_.reserve<float>(blocks);
+    corrections_ = correction_memory_.reserve<int32_t>(blocks);
+    sums_ = weights.zeros ? sum_memory_.reserve<float>(blocks) : nullptr;
   }
 
   // What a call takes up.
@@ -41,13 +43,15 @@ class QuantizedCalls {
     call.quants = quants_ + place * call.block_size;
     call.scales = scales_ + place;
     call.corrections = corrections_ + place;
+    call.sums = sums_ ? sums_ + place : nullptr;
   }
 
  private:
-  Buffer quant_memory_, scale_memory_, correction_memory_;
+  Buffer quant_memory_, scale_memory_, correction_memory_, sum_memory_;
   int8_t* quants_ = nullptr;
   float* scales_ = nullptr;
   int32_t* corrections_ = nullptr;
+  float* sums_ = nullptr;  // null where no weights have zeros
 };
 
 // An expert that has rows. Its tasks and its quantized rows are counted among those of all, from 0.
@@ -159,6 +163,8 @@ struct Run {
     gate_up.padded_rows = down.padded_rows = kernels.padded_rows(count);
     gate_up.weights += number * packed_bytes(gate_up);
     down.weights += number * packed_bytes(down);
+    for (MatMul* call : {&gate_up, &down})
+      if (call->zeros) call->zeros += number * packed_zeros(*call);
     down.output = parts + first * down.n;
     if (down.bias) down.bias += number * down.n;
     const float* bias = experts.gate_up_bias;
@@ -176,8 +182,8 @@ struct Run {
       activations += QuantizedCalls::row_blocks(active.down.call);
       bytes += packed_bytes(active.down.call);
     }
-    memory.inputs.reserve(inputs, expert.gate_up.block_size);
-    memory.activations.reserve(activations, expert.down.block_size);
+    memory.inputs.reserve(inputs, expert.gate_up);
+    memory.activations.reserve(activations, expert.down);
     inputs = activations = quantize_rows = activate_tasks = multiply_tasks = 0;
     for (Active& active : memory.active) {
       memory.inputs.connect(active.gate_up, inputs);
@@ -234,7 +240,7 @@ int64_t rows_at_once(const GatedExperts& experts) {
   const GatedMlp& expert = experts.expert;
   int64_t bytes = expert.down.n * static_cast<int64_t>(sizeof(float));
   for (const MatMul& m : {expert.gate_up, expert.down})
-    bytes += num_blocks(m) * (m.block_size + 8);  // with scales and corrections
+    bytes += num_blocks(m) * (m.block_size + (m.zeros ? 12 : 8));  // scales, corrections, sums
   const int64_t most = std::max<int64_t>(1, kMostBytes / (bytes * experts.routing.top_k));
   const int64_t rows = expert.gate_up.rows, times = ceil_div(rows, std::min(most, kMostRows));
   return ceil_div(rows, times);
@@ -280,6 +286,25 @@ void pack_experts_down(const GatedExperts& experts, const uint8_t* quants, const
     forget_file_pages(quants + row(begin) * row_bytes,
                       static_cast<size_t>((row(end) - row(begin)) * row_bytes));
   });
+}
+
+void pack_experts_gate_up_zeros(const GatedExperts& experts, const uint8_t* stored,
+                                uint16_t* packed) {
+  const GatedMlp& expert = experts.expert;
+  const int64_t features = group_features(expert.down.block_size), inner = expert.inner;
+  const int64_t parts = expert.parts();
+  for (int64_t number = 0; number < experts.routing.num_experts; number++)
+    for (int64_t first = 0; first < inner; first += features) {
+      const int64_t row = parts * (number * inner + first);
+      packed = pack_group_zeros(expert, stored, {row, row + 1, parts},
+                                std::min(features, inner - first), packed);
+    }
+}
+
+void pack_experts_down_zeros(const GatedExperts& experts, const uint8_t* stored, uint16_t* packed) {
+  const MatMul& m = experts.expert.down;
+  for (int64_t number = 0; number < experts.routing.num_experts; number++)
+    pack_zeros(m, stored + number * m.n * stored_zero_bytes(m), packed + number * packed_zeros(m));
 }
 
 int run_experts(const MatMulKernels& kernels, const GatedExperts& experts,

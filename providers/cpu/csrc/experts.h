@@ -14,7 +14,8 @@
 namespace onnxport {
 
 struct GatedExperts {
-  GatedMlp expert;  // any of them, and the call; its weights, and down's bias, are the first one's
+  // Any of them, and the call; its weights, their zeros, and down's bias are the first one's.
+  GatedMlp expert;
   Routing routing;
   const float* logits;  // [rows][num_experts]
   const float* gate_up_bias = nullptr;  // [num_experts][parts()][inner], gate's, then up's; null
@@ -32,6 +33,12 @@ void pack_experts_gate_up(const GatedExperts& experts, const uint8_t* quants, co
 // Likewise; quants [num_experts][n][blocks][block_size * bits / 8], scales [num_experts][n][blocks].
 void pack_experts_down(const GatedExperts& experts, const uint8_t* quants, const Scales& scales,
                        uint8_t* packed);
+
+// Fills the packed zeros of all experts, packed_zeros of each, from rows of stored_zero_bytes in the
+// order of those two.
+void pack_experts_gate_up_zeros(const GatedExperts& experts, const uint8_t* stored,
+                                uint16_t* packed);
+void pack_experts_down_zeros(const GatedExperts& experts, const uint8_t* stored, uint16_t* packed);
 
 // Computes the output; rows, input and output are those of expert.gate_up.rows, expert.gate_up.input
 // and expert.down.output. Returns zero or what parallel_for returned. Throws std::bad_alloc only.

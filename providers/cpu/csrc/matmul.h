@@ -232,8 +232,8 @@ static inline int64_t packed_zeros(const MatMul& m) {
 }
 
 // Fills the packed zeros from the operator's, [n][stored_zero_bytes]: offsets, or 2^(bits - 1) less each
-// zero point, so that what fills up panels takes nothing.
-void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed);
+// zero point, so that what fills up panels takes nothing. Of every step-th row of those that are stored.
+void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed, int64_t step = 1);
 
 // Throws an InvalidInput for a product that our kernels cannot compute, whatever its weights.
 void check_product(const char* op, const MatMul& product);

@@ -105,6 +105,18 @@ void pack_group(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales
   }
 }
 
+uint16_t* pack_group_zeros(const GatedMlp& mlp, const uint8_t* stored, const GateUpRows& rows,
+                           int64_t count, uint16_t* packed) {
+  MatMul part = mlp.gate_up;
+  part.n = count;
+  const int64_t of_parts[] = {rows.gate, rows.up};
+  for (int64_t i = 0; i < mlp.parts(); i++) {
+    pack_zeros(part, stored + of_parts[i] * stored_zero_bytes(part), packed, rows.step);
+    packed += packed_zeros(part);
+  }
+  return packed;
+}
+
 void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed) {
   const int64_t features = group_features(mlp.down.block_size);
@@ -120,14 +132,9 @@ void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const Scales& scal
 
 void pack_gate_up_zeros(const GatedMlp& mlp, const uint8_t* stored, uint16_t* packed) {
   const int64_t features = group_features(mlp.down.block_size);
-  MatMul part = mlp.gate_up;
-  for (int64_t first = 0; first < mlp.inner; first += features) {
-    part.n = std::min(features, mlp.inner - first);
-    for (const int64_t row : {first, mlp.inner + first}) {
-      pack_zeros(part, stored + row * stored_zero_bytes(part), packed);
-      packed += packed_zeros(part);
-    }
-  }
+  for (int64_t first = 0; first < mlp.inner; first += features)
+    packed = pack_group_zeros(mlp, stored, {first, mlp.inner + first, 1},
+                              std::min(features, mlp.inner - first), packed);
 }
 
 int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor parallel_for,

@@ -43,4 +43,8 @@ struct GateUpRows {
 void pack_group(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales,
                 const GateUpRows& rows, int64_t count, uint8_t* packed);
 
+// Likewise its zeros; returns what is behind them.
+uint16_t* pack_group_zeros(const GatedMlp& mlp, const uint8_t* stored, const GateUpRows& rows,
+                           int64_t count, uint16_t* packed);
+
 }  // namespace onnxport

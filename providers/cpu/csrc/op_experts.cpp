@@ -1,6 +1,8 @@
 // onnxport.GatedExperts: of each row, the sum of GatedMlp of the experts that it is routed to. These
-// may have biases, and another activation than SiLU, or no gate; and weights that are MXFP4.
+// may have biases, and another activation than SiLU, or no gate; and weights that are MXFP4, or that have
+// zero points or offsets, as GatedMlp's.
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,13 +26,22 @@ enum ExpertsInput : size_t {
   kDownScales,
   kGateUpBias,
   kDownBias,
+  kGateUpZeros,
+  kDownZeros,
+  kGateUpOffsets,
+  kDownOffsets,
   kExpertsInputs
 };
+
+constexpr ZeroInputs kOfGateUp{kGateUpZeros, kGateUpOffsets, "gate_up_zero_points",
+                               "gate_up_offsets"};
+constexpr ZeroInputs kOfDown{kDownZeros, kDownOffsets, "down_zero_points", "down_offsets"};
 
 struct ExpertsKernel {
   Api api;
   GatedExperts settings;  // a call fills in the rest
   WeightMemory gate_up, down;
+  std::optional<WeightMemory> gate_up_zeros, down_zeros;
   std::vector<float> gate_up_bias;
   Swiglu swiglu;
 
@@ -105,6 +116,28 @@ void read_biases(const Api& api, const ort::KernelInfo* info, const MatMul& gate
   settings.gate_up_bias = bias.data();
 }
 
+// Likewise.
+void read_all_zeros(const Api& api, const ort::KernelInfo* info, MatMul gate_up, MatMul down,
+                    ExpertsKernel& kernel) {
+  GatedExperts& settings = kernel.settings;
+  const int64_t count = settings.routing.num_experts;
+  const auto read = [&](MatMul& all, const ZeroInputs& inputs, MatMul& one,
+                        std::optional<WeightMemory>& memory, auto pack) {
+    const uint8_t* zeros = read_zeros(api, info, kName, all, inputs);
+    if (!zeros) return;
+    if (one.is_fp4)
+      fail(api, ort::kInvalidArgument, "%s: quant_type \"fp4\" has neither %s nor %s", kName,
+           inputs.zero_points_name, inputs.offsets_name);
+    one.has_offsets = all.has_offsets;
+    const auto fill = [&](uint16_t* packed) { pack(settings, zeros, packed); };
+    one.zeros = pack_zeros_into(memory, one, fill, count);
+    forget_file_pages(zeros, static_cast<size_t>(all.n * stored_zero_bytes(all)));
+  };
+  read(gate_up, kOfGateUp, settings.expert.gate_up, kernel.gate_up_zeros,
+       pack_experts_gate_up_zeros);
+  read(down, kOfDown, settings.expert.down, kernel.down_zeros, pack_experts_down_zeros);
+}
+
 template <ort::ElementType kStored>
 std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   GatedExperts experts{read_expert(api, info), read_routing(api, info, kName), nullptr};
@@ -134,6 +167,7 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   pack_experts_down(experts, second.quants.as<const uint8_t>(), stored_scales(second, kStored),
                     kernel->down.data());
   forget_weights(second, kStored);
+  read_all_zeros(api, info, joined, down, *kernel);
   return kernel;
 }
 
@@ -143,6 +177,8 @@ void compute(const ExpertsKernel& kernel, ort::KernelContext* context) {
   if (!call.gate_up_bias) refuse_input(api, context, kName, kGateUpBias, "gate_up_bias");
   if (!call.expert.down.bias) refuse_input(api, context, kName, kDownBias, "down_bias");
   GatedMlp& expert = call.expert;
+  refuse_zeros(api, context, kName, expert.gate_up, kOfGateUp);
+  refuse_zeros(api, context, kName, expert.down, kOfDown);
   Tensor input = read_activations(api, context, kName, expert.gate_up.k);
   expert.gate_up.rows = elements(input) / expert.gate_up.k;
   expert.gate_up.input = input.as<const float>();
@@ -159,6 +195,8 @@ ort::CustomOp make_operator() {
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kGateUpScales || index == kDownScales) return kStored;
+    if (index == kGateUpZeros || index == kDownZeros) return ort::kUint8;
+    if (index == kGateUpOffsets || index == kDownOffsets) return ort::kFloat16;
     return index == kGateUp || index == kDown ? ort::kUint8 : ort::kFloat;
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };

@@ -70,11 +70,11 @@ const uint8_t* read_zeros(const Api& api, const ort::KernelInfo* info, const cha
 void refuse_zeros(const Api& api, const ort::KernelContext* context, const char* op,
                   const MatMul& product, const ZeroInputs& inputs);
 
-// Makes room for a product's packed zeros, lets `pack` fill it, and returns it.
+// Makes room for the packed zeros of so many such products, lets `pack` fill it, and returns it.
 template <class Pack>
 const uint16_t* pack_zeros_into(std::optional<WeightMemory>& memory, const MatMul& product,
-                                Pack pack) {
-  memory.emplace(static_cast<size_t>(packed_zeros(product)) * sizeof(uint16_t));
+                                Pack pack, int64_t count = 1) {
+  memory.emplace(static_cast<size_t>(count * packed_zeros(product)) * sizeof(uint16_t));
   auto* packed = reinterpret_cast<uint16_t*>(memory->data());
   pack(packed);
   return packed;

@@ -169,8 +169,8 @@ void pack_rows(const MatMul& call, const uint8_t* quants, const Scales& scales, 
   }
 }
 
-void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed) {
-  const int64_t blocks = num_blocks(call), row_bytes = stored_zero_bytes(call);
+void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed, int64_t step) {
+  const int64_t blocks = num_blocks(call), row_bytes = stored_zero_bytes(call) * step;
   const int middle = 1 << (call.bits - 1);
   for (int64_t panel = 0; panel < num_panels(call); panel++) {
     const int64_t first = panel * kPanel, count = std::min(kPanel, call.n - first);
