@@ -91,14 +91,15 @@ class _Decoder:
                     read, hidden = self.read_states(spec.draft, hidden)
                 else:
                     read, hidden = self.read(hidden, delta, f"layers.{layer}.input_norm")
-                attended = self.attention(layer, read)
+                mixed = self.mixed(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
-                    attended, hidden = select(attended), select(hidden)
+                    mixed = {role: select(one) for role, one in mixed.items()}
+                    hidden = select(hidden)
                     if spec.parallel_layers and not spec.parallel_norms:
                         read = select(read)
                     if told:
                         told = (*told[:-1], select(told[-1]))
-                delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
+                delta = self.output(f"layers.{layer}.o", self.projected(mixed))
                 if spec.parallel_layers:
                     if spec.parallel_norms:
                         read, hidden = self.read(hidden, "", f"layers.{layer}.post_norm")
@@ -205,15 +206,34 @@ class _Decoder:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
 
-    def attention(self, layer: int, x: str) -> str:
-        """Attention, times the sigmoid of a product where the model has that; or a state."""
+    def mixed(self, layer: int, x: str) -> dict[str, str]:
+        """Attention, a state, or both, by the role of what makes of it what the layer adds."""
+        role, found = f"layers.{layer}.o", {}
+        if self.spec.has_attention(layer):
+            found[role] = self.attention(layer, x)
         if self.spec.is_linear(layer):
-            parts = (self.g, self.spec, self.weights, layer, x)
-            if isinstance(self.spec.linear, StateSpaceSpec):
-                return state_space_layer(*parts, self.linear, self.scan, self.leading)
-            if isinstance(self.spec.linear, ShortConvSpec):
-                return short_convolution(*parts, self.linear, self.convolve)
-            return linear_attention(*parts, self.linear, self.mix, self.leading)
+            role = f"layers.{layer}.linear.o" if self.spec.has_both else role
+            found[role] = self.state(layer, x)
+        return found
+
+    def projected(self, mixed: dict[str, str]) -> str:
+        """The sum of what is made of attention and of a state, where a layer has both."""
+        first, *others = (self.linear(role, one) for role, one in mixed.items())
+        for other in others:
+            first = self.g.node("Add", [first, other], name="mixed")
+        return first
+
+    def state(self, layer: int, x: str) -> str:
+        """What keeps a state of each sequence."""
+        parts = (self.g, self.spec, self.weights, layer, x)
+        if isinstance(self.spec.linear, StateSpaceSpec):
+            return state_space_layer(*parts, self.linear, self.scan, self.leading)
+        if isinstance(self.spec.linear, ShortConvSpec):
+            return short_convolution(*parts, self.linear, self.convolve)
+        return linear_attention(*parts, self.linear, self.mix, self.leading)
+
+    def attention(self, layer: int, x: str) -> str:
+        """Attention, times the sigmoid of a product where the model has that."""
         attended = Heads(
             self.g,
             self.spec,

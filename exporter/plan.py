@@ -7,7 +7,8 @@ where a layer with experts has `router`, `correction`, `experts.gate_up` and `ex
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
 dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
-conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. A draft
+conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. Where a
+layer has attention and a state space, the last product of the latter is `linear.o`. A draft
 head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides. LayerNorms
 may have biases, `final_norm_bias` and so on. What has no gate, experts too, has `up` for `gate_up`;
 of an xIELU there are `alpha_p`, `alpha_n`, `beta` and `eps`. Where layers are told something of
@@ -111,6 +112,12 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         if spec.has_mlp(layer) and not spec.raw_inputs and own_norm:
             tensor = behind + names.post_norm
             vectors.update(_with_bias(spec, names, role + "post_norm", tensor))
+        if spec.has_attention(layer):
+            vectors.update(head_vectors(spec, layer, names, role, prefix))
+            matrices.update(attention_matrices(spec, layer, names, role, prefix))
+            if spec.kv_source(layer) != layer:
+                left.update(f"{prefix}{name}.weight" for name in names.qkv[1:])
+                left.add(prefix + names.k_norm)
         if isinstance(spec.linear, StateSpaceSpec) and spec.is_linear(layer):
             vectors.update(space_vectors(spec.linear, names, role, prefix))
             matrices.update(space_matrices(spec, spec.linear, names, role, prefix))
@@ -121,12 +128,6 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(linear_vectors(spec.linear, names, role, prefix))
             matrices.update(linear_matrices(spec, spec.linear, names, role, prefix))
-        else:
-            vectors.update(head_vectors(spec, layer, names, role, prefix))
-            matrices.update(attention_matrices(spec, layer, names, role, prefix))
-            if spec.kv_source(layer) != layer:
-                left.update(f"{prefix}{name}.weight" for name in names.qkv[1:])
-                left.add(prefix + names.k_norm)
         if spec.layer_scales:
             vectors[role + "scale"] = VectorPlan(prefix + names.layer_scale, (1,))
         if spec.layer_input_size is not None:

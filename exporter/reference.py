@@ -91,17 +91,19 @@ def _normed(
             read, hidden = _read_states(spec, weights, hidden, states)
         else:
             read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
+        mixed = {}  # by the role of what is made of it
+        if spec.has_attention(layer):
+            found = tables[spec.rope_of(layer)] if spec.rotates(layer) else None
+            mixed[f"layers.{layer}.o"] = attend(spec, layer, weights, read, found, kept)
         if spec.is_linear(layer):
             of_kind = of_space if isinstance(spec.linear, StateSpaceSpec) else attend_linearly
-            attended = of_kind(spec, layer, weights, read)
-        else:
-            found = tables[spec.rope_of(layer)] if spec.rotates(layer) else None
-            attended = attend(spec, layer, weights, read, found, kept)
+            role = f"layers.{layer}.linear.o" if spec.has_both else f"layers.{layer}.o"
+            mixed[role] = of_kind(spec, layer, weights, read)
         if layer == spec.num_layers - 1:  # what follows mixes no positions
-            hidden, attended = hidden[logits_indices], attended[logits_indices]
-            told = told[logits_indices]
-        projected = weights.linear(f"layers.{layer}.o", attended)
-        added = normed_output(spec, weights, f"layers.{layer}.o", projected)
+            hidden, told = hidden[logits_indices], told[logits_indices]
+            mixed = {role: one[logits_indices] for role, one in mixed.items()}
+        projected, *others = (weights.linear(role, one) for role, one in mixed.items())
+        added = normed_output(spec, weights, f"layers.{layer}.o", sum(others, projected))
         if spec.parallel_layers:
             if spec.parallel_norms:
                 read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)

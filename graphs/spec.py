@@ -26,7 +26,13 @@ from onnxport.graphs.fields import (
 )
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearSpec, linear_from_json, linear_to_json
+from onnxport.graphs.linear_spec import (
+    LinearSpec,
+    StateSpaceSpec,
+    linear_from_json,
+    linear_to_json,
+)
+from onnxport.graphs.multipliers_spec import MultipliersSpec
 from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec_checks import SIZES, check_spec
 
@@ -98,6 +104,7 @@ class ArchSpec:
     # Channels of what each layer is told of each token by a table and a product of the embedding,
     # and adds to the stream at its end; None: nothing.
     layer_input_size: int | None = None
+    multipliers: MultipliersSpec | None = None  # of outputs of products; None: all are 1
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -194,7 +201,7 @@ class ArchSpec:
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
-        """The layers that keep a state of each sequence, and no keys and values."""
+        """The layers that keep a state of each sequence."""
         return tuple(layer for layer in range(self.num_layers) if self.is_linear(layer))
 
     @property
@@ -203,12 +210,21 @@ class ArchSpec:
         return tuple(
             layer
             for layer in range(self.num_layers)
-            if not self.is_linear(layer) and self.kv_source(layer) == layer
+            if self.has_attention(layer) and self.kv_source(layer) == layer
         )
 
     def is_linear(self, layer: int) -> bool:
-        """Whether a layer keeps a state of each sequence in place of keys and values."""
+        """Whether a layer keeps a state of each sequence, most often in place of attention."""
         return self.linear is not None and self.linear.layers[layer]
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention, be it beside a state."""
+        return self.has_both or not self.is_linear(layer)
+
+    @property
+    def has_both(self) -> bool:
+        """Whether every layer has attention and a state space, which read one norm."""
+        return isinstance(self.linear, StateSpaceSpec) and bool(self.linear.beside_attention)
 
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has a feed-forward layer, or experts, behind what mixes positions."""
@@ -234,7 +250,7 @@ class ArchSpec:
         rotating = (
             layer
             for layer in range(self.num_layers)
-            if self.rotates(layer) and not self.is_linear(layer)
+            if self.rotates(layer) and self.has_attention(layer)
         )
         return tuple(dict.fromkeys(map(self.rope_of, rotating)))
 
@@ -276,6 +292,8 @@ class ArchSpec:
             inner["linear"] = linear_to_json(self.linear)
         if self.global_heads is not None:
             inner["global_heads"] = plain(self.global_heads)
+        if self.multipliers is not None:
+            inner["multipliers"] = plain(self.multipliers)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -301,6 +319,8 @@ class ArchSpec:
             fields["linear"] = linear_from_json(fields["linear"])
         if fields["global_heads"] is not None:
             fields["global_heads"] = HeadsSpec.from_json(fields["global_heads"])
+        if fields["multipliers"] is not None:
+            fields["multipliers"] = MultipliersSpec.from_json(fields["multipliers"])
         return construct(cls, "model", fields)
 
 
@@ -349,6 +369,7 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "shared_kv_intermediate_size": (int, NONE),
     "layer_scales": (bool, NONE),
     "layer_input_size": (int, NONE),
+    "multipliers": (dict, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -360,5 +381,5 @@ _LATER: Final = (
     *("layer_norms", "parallel_layers", "ungated", "mlp_layers"),
     *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
-    *("layer_scales", "layer_input_size"),
+    *("layer_scales", "layer_input_size", "multipliers"),
 )

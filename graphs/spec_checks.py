@@ -59,6 +59,7 @@ def check_spec(spec: ArchSpec) -> None:
         "attention_gate and qkv_bias exclude each other",
     )
     _check_linear(spec)
+    _check_multipliers(spec)
     _check_mlp(spec)
     _check_heads(spec)
     _check_order(spec)
@@ -167,6 +168,31 @@ def _check_linear(spec: ArchSpec) -> None:
         spec.sliding_window == (None,) * spec.num_layers,
         f"beside linear attention no layer has a sliding window; they are {spec.sliding_window}",
     )
+    others = {"output_norms": spec.output_norms, "attention_gate": spec.attention_gate}
+    found = [name for name, one in others.items() if one]
+    require(
+        not (spec.has_both and found),
+        f"attention beside state spaces does not go with {' and '.join(found)}",
+    )
+
+
+def _check_multipliers(spec: ArchSpec) -> None:
+    """Check what goes with multipliers of products."""
+    if spec.multipliers is None:
+        return
+    others = {
+        "qkv_bias": spec.qkv_bias,
+        "o_bias": spec.o_bias,
+        "mlp_bias": spec.mlp_bias,
+        "attention_gate": spec.attention_gate,
+        "draft": spec.draft,
+        "experts": spec.experts,
+        "latent": spec.latent,
+        "output_norms": spec.output_norms,
+        "ungated": spec.ungated,
+    }
+    found = [name for name, one in others.items() if one]
+    require(not found, f"multipliers do not go with {' and '.join(found)}")
 
 
 def _check_mlp(spec: ArchSpec) -> None:

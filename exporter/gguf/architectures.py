@@ -325,6 +325,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "exaone": Architecture(_llama),
     "exaone-moe": Architecture(recent.exaone_moe),
     "exaone4": Architecture(recent.exaone4),
+    "falcon-h1": Architecture(states.falcon_h1),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
     "gemma4": Architecture(gemma4.gemma4),

@@ -118,6 +118,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "latent_kv_norm": "attn_kv_a_norm.weight",
         "latent_apart": ("attn_k_b", "attn_v_b"),
     },
+    "falcon-h1": {**_SPACES, "post_norm": "ffn_norm"},
     "gemma4": _GEMMA4,
     "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {

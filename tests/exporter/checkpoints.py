@@ -1080,6 +1080,48 @@ SPACES: Mapping[str, Case] = {
     ),
 }
 
+_FALCON_H1: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "rms_norm_eps": 0.05,
+    "pad_token_id": 0,
+    # Each another number, so that each tells.
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.5,
+    "mlp_multipliers": [0.8, 0.45],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 1.2, 0.75, 0.85, 1.4],
+}
+# Models with attention and a state space in every layer.
+BOTH: Mapping[str, Case] = {
+    "falcon-h1": Case("falcon_h1", _FALCON_H1, torch.bfloat16),
+    "falcon-h1-norm": Case(  # which published ones may have, and of which some have one group
+        "falcon_h1",
+        {
+            **_FALCON_H1,
+            "mamba_d_ssm": None,
+            "mamba_expand": 2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+SPACES = {**SPACES, **BOTH}
+
 _CONV = "conv"
 _SHORT_CONV: Mapping[str, Any] = {
     "num_hidden_layers": 4,
