@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from onnxport.exporter.altup import altup_body
 from onnxport.exporter.draft_inputs import declare_states, normed_features
 from onnxport.exporter.feed_forward import ACTIVATIONS, FeedForward
 from onnxport.exporter.graph_parts import (
@@ -61,7 +62,7 @@ from onnxport.graphs.spec import ArchSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoder:
+class Decoder:
     """One graph under construction."""
 
     g: GraphBuilder
@@ -82,6 +83,8 @@ class _Decoder:
         follows mixes no positions; None: all.
         """
         g, spec = self.g, self.spec
+        if spec.altup is not None:
+            return altup_body(self, spec.altup, select)
         hidden = self.embed()
         told = self.layer_inputs(hidden)
         delta = ""
@@ -120,7 +123,7 @@ class _Decoder:
         if size is None:
             return ()
         with g.scope(LAYER_INPUTS):
-            found = self.embed(LAYER_INPUTS)
+            found = self.embed(LAYER_INPUTS, self.told_ids())
             product = self.linear(f"{LAYER_INPUTS}.product", embedded)
             apart = ops.reshape(g, product, (*self.leading, layers, size), "apart")
             weight = g.weight(self.weights.vectors[f"{LAYER_INPUTS}.norm"])
@@ -135,21 +138,33 @@ class _Decoder:
         g, role = self.g, f"layers.{layer}"
         hidden = g.node("Add", [hidden, delta], name="residual")
         if told:
-            gate = self.linear(f"{role}.input_gate", hidden)
-            activated = ACTIVATIONS[self.spec.hidden_act](g, gate)
-            gated = g.node("Mul", [activated, told], name="told")
-            added = self.output(f"{role}.input_out", self.linear(f"{role}.input_out", gated))
-            hidden = g.node("Add", [hidden, added], name="residual.told")
+            hidden = g.node("Add", [hidden, self.told(role, hidden, told)], name="residual.told")
         if self.spec.layer_scales:
             weight = g.weight(self.weights.vectors[f"{role}.scale"])
             hidden = g.node("Mul", [hidden, weight], name="residual.scaled")
         return hidden
 
-    def embed(self, role: str = EMBEDDING) -> str:
+    def told(self, role: str, hidden: str, told: str) -> str:
+        """What is added of what a layer is told, as the stream chooses."""
+        gate = self.linear(f"{role}.input_gate", hidden)
+        activated = ACTIVATIONS[self.spec.hidden_act](self.g, gate)
+        gated = self.g.node("Mul", [activated, told], name="told")
+        return self.output(f"{role}.input_out", self.linear(f"{role}.input_out", gated))
+
+    def told_ids(self) -> str:
+        """The rows of what layers are told: tokens, or the first where there is none of one."""
+        g, rows = self.g, self.spec.layer_input_rows
+        if rows is None:
+            return names.INPUT_IDS
+        end, first = (g.constant(np.array(one, np.int64), "row") for one in (rows, 0))
+        has_one = g.node("Less", [names.INPUT_IDS, end], name="has_row")
+        return g.node("Where", [has_one, names.INPUT_IDS, first], name="rows")
+
+    def embed(self, role: str = EMBEDDING, ids: str = names.INPUT_IDS) -> str:
         """Rows of the embedding table, or of another one."""
         g, matrix = self.g, self.weights.matrices[role]
         if matrix.block is None:
-            return g.node("Gather", [g.weight(matrix.weight), names.INPUT_IDS], name="embed")
+            return g.node("Gather", [g.weight(matrix.weight), ids], name="embed")
         assert matrix.scales is not None
         assert matrix.zero_points is None
         assert matrix.offsets is None
@@ -158,7 +173,7 @@ class _Decoder:
         rows = ops.gather_block_quantized(
             g,
             g.weight(matrix.weight.view(f"{role}.rows", dims)),
-            names.INPUT_IDS,
+            ids,
             g.weight(matrix.scales),
             bits=matrix.block.bits,
             block_size=matrix.block.block_size,
@@ -345,7 +360,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return scan_by_slots(g, spec.linear, dtype, layer, inputs)
 
     ways = (mix, scan, partial(convolve_by_slots, g))
-    decoder = _Decoder(g, spec, weights, (0,), attend, *ways, rotation)
+    decoder = Decoder(g, spec, weights, (0,), attend, *ways, rotation)
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -407,6 +422,6 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return convolve_by_rows(g, padding, layer, inputs)
 
     rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
-    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, rotation)
+    decoder = Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, rotation)
     decoder.logits(decoder.body(None)[0])
     return g.build()

@@ -15,7 +15,8 @@ of an xIELU there are `alpha_p`, `alpha_n`, `beta` and `eps`. Where layers are t
 each token, there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer `input_gate`,
 `input_out` and `input_out_norm`; and `scale` where the stream behind it is times a number. Experts
 apart from a shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and
-`shared_out_norm`.
+`shared_out_norm`. Where there are several streams, there are `altup.start` and `altup.merge.N`, and
+of each layer `altup.{norm, router, predict, correct, scale}` and `laurel.{left, right, norm}`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Final
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.plan_altup import altup_matrices, altup_tables, altup_vectors
 from onnxport.exporter.plan_attention import attention_matrices, head_vectors
 from onnxport.exporter.plan_experts import (
     activation_vectors,
@@ -102,6 +104,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         matrices.update(_layer_input_tables(spec, spec.layer_input_size, names))
         size, scale = spec.layer_input_size, math.sqrt(0.5)
         vectors[f"{LAYER_INPUTS}.norm"] = plan_norm(names, names.layer_inputs_norm, size, scale)
+    if spec.altup is not None:
+        matrices.update(altup_tables(spec, spec.altup, names))
     left: set[str] = set()
     for layer in range(spec.num_layers):
         role = f"layers.{layer}."
@@ -128,6 +132,10 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(linear_vectors(spec.linear, names, role, prefix))
             matrices.update(linear_matrices(spec, spec.linear, names, role, prefix))
+        if spec.altup is not None:
+            vectors.update(altup_vectors(spec, spec.altup, names, role, prefix))
+            matrices.update(altup_matrices(spec, spec.altup, names, role, prefix))
+            left.add(prefix + names.altup_scale)
         if spec.layer_scales:
             vectors[role + "scale"] = VectorPlan(prefix + names.layer_scale, (1,))
         if spec.layer_input_size is not None:
@@ -158,7 +166,7 @@ def _layer_input_tables(spec: ArchSpec, size: int, names: TensorNames) -> dict[s
     """
     width = spec.num_layers * size
     table = MatrixPlan(
-        (Part(names.layer_inputs, spec.vocab_size),), width, scale=math.sqrt(size / 2)
+        (Part(names.layer_inputs, spec.num_layer_inputs),), width, scale=math.sqrt(size / 2)
     )
     product = stack_rows(
         "", (names.layer_inputs_product,), (width,), spec.hidden_size, biased=False

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
-from onnxport.exporter.activations import ACTIVATIONS
 from onnxport.exporter.plan import LAYER_INPUTS
+from onnxport.exporter.reference_altup import altup_forward
 from onnxport.exporter.reference_attention import attend, attend_linearly, of_space
 from onnxport.exporter.reference_experts import feed_forward
 from onnxport.exporter.reference_parts import (
@@ -19,6 +19,7 @@ from onnxport.exporter.reference_parts import (
     WeightSource,
     norm,
     normed_output,
+    of_told,
     rms_norm,
     softcap,
 )
@@ -84,7 +85,10 @@ def _normed(
     """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
-    told = _layer_inputs(spec, weights, token_ids, hidden)
+    if spec.altup is not None:
+        told = layer_inputs(spec, weights, token_ids, hidden)
+        return altup_forward(spec, spec.altup, weights, (hidden, told, tables), logits_indices)
+    told = layer_inputs(spec, weights, token_ids, hidden)
     kept: dict[int, tuple[Array, Array]] = {}
     for layer in range(spec.num_layers):
         if layer == 0 and states is not None:
@@ -120,14 +124,15 @@ def _normed(
     return norm(spec, weights, "final_norm", hidden), hidden
 
 
-def _layer_inputs(
+def layer_inputs(
     spec: ArchSpec, weights: WeightSource, token_ids: NDArray[np.int64], embedded: Array
 ) -> Array:
     """What layers are told of each token, [num_tokens, num_layers, layer_input_size]."""
     if spec.layer_input_size is None:
         return np.empty((len(token_ids), 0, 0), np.float32)
     shape = (len(token_ids), spec.num_layers, spec.layer_input_size)
-    found = weights.embed(token_ids, LAYER_INPUTS).reshape(shape)
+    rows = np.where(token_ids < spec.num_layer_inputs, token_ids, 0)
+    found = weights.embed(rows, LAYER_INPUTS).reshape(shape)
     product = weights.linear(f"{LAYER_INPUTS}.product", embedded).reshape(shape)
     return found + rms_norm(product, weights.vector(f"{LAYER_INPUTS}.norm"), spec.inner_eps)
 
@@ -136,9 +141,7 @@ def _end(spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told:
     """The stream behind a layer: what it was told goes in, and it may be scaled."""
     role = f"layers.{layer}."
     if spec.layer_input_size is not None:
-        gate = ACTIVATIONS[spec.hidden_act](weights.linear(role + "input_gate", hidden))
-        added = weights.linear(role + "input_out", gate * told[:, layer])
-        hidden = hidden + normed_output(spec, weights, role + "input_out", added)
+        hidden = hidden + of_told(spec, role, weights, hidden, told[:, layer])
     return hidden * weights.vector(role + "scale") if spec.layer_scales else hidden
 
 

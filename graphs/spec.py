@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxport.errors import ArtifactError
+from onnxport.graphs.altup_spec import AltUpSpec
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.fields import (
@@ -20,6 +21,7 @@ from onnxport.graphs.fields import (
     construct,
     flags,
     is_a,
+    numbers,
     plain,
     with_nulls,
     without_nulls,
@@ -105,6 +107,11 @@ class ArchSpec:
     # and adds to the stream at its end; None: nothing.
     layer_input_size: int | None = None
     multipliers: MultipliersSpec | None = None  # of outputs of products; None: all are 1
+    # Rows of the table of `layer_input_size`; tokens behind have the first. None: each has one.
+    layer_input_rows: int | None = None
+    altup: AltUpSpec | None = None  # there are several residual streams; None: one
+    # Of each layer's gate what is less than so many deviations above its mean is 0; None: nothing.
+    gate_cutoffs: tuple[float | None, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -189,6 +196,15 @@ class ArchSpec:
         """Features between the products of a layer's feed-forward layer."""
         wide = self.shared_kv_intermediate_size
         return self.intermediate_size if wide is None or self.kv_source(layer) == layer else wide
+
+    def gate_cutoff(self, layer: int) -> float | None:
+        """Deviations above the mean up to which numbers of a layer's gate are 0; None: none is."""
+        return None if self.gate_cutoffs is None else self.gate_cutoffs[layer]
+
+    @property
+    def num_layer_inputs(self) -> int:
+        """Rows of the table of what layers are told of tokens."""
+        return self.vocab_size if self.layer_input_rows is None else self.layer_input_rows
 
     @property
     def num_logits(self) -> int:
@@ -294,6 +310,8 @@ class ArchSpec:
             inner["global_heads"] = plain(self.global_heads)
         if self.multipliers is not None:
             inner["multipliers"] = plain(self.multipliers)
+        if self.altup is not None:
+            inner["altup"] = plain(self.altup)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -321,6 +339,9 @@ class ArchSpec:
             fields["global_heads"] = HeadsSpec.from_json(fields["global_heads"])
         if fields["multipliers"] is not None:
             fields["multipliers"] = MultipliersSpec.from_json(fields["multipliers"])
+        if fields["altup"] is not None:
+            fields["altup"] = AltUpSpec.from_json(fields["altup"])
+        fields["gate_cutoffs"] = numbers("model.gate_cutoffs", fields["gate_cutoffs"])
         return construct(cls, "model", fields)
 
 
@@ -370,6 +391,9 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "layer_scales": (bool, NONE),
     "layer_input_size": (int, NONE),
     "multipliers": (dict, NONE),
+    "layer_input_rows": (int, NONE),
+    "altup": (dict, NONE),
+    "gate_cutoffs": (list, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -382,4 +406,5 @@ _LATER: Final = (
     *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
+    *("layer_input_rows", "altup", "gate_cutoffs"),
 )
