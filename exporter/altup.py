@@ -15,6 +15,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxport.exporter.graph_parts import activation_dtype
+from onnxport.exporter.layer_inputs import layer_inputs, of_told
 from onnxport.exporter.plan import FINAL_NORM
 from onnxport.exporter.plan_altup import EPSILON, MERGE, START
 from onnxport.graphs import ops
@@ -33,7 +34,7 @@ def altup_body(
     """Token ids to hidden states, normalized and as they are: see `Decoder.body`."""
     spec, of = decoder.spec, _Streams(decoder, altup)
     embedded = decoder.embed()
-    told = decoder.layer_inputs(embedded)
+    told = layer_inputs(decoder, embedded)
     streams = of.begun(embedded)
     for layer in range(spec.num_layers):
         role = f"layers.{layer}"
@@ -123,7 +124,7 @@ class _Streams:
         if self._altup.scaled:
             weight = g.weight(self._d.weights.vectors[f"{role}.altup.scale"])
             chooser = g.node("Mul", [chooser, weight], name="altup.scaled")
-        added = self._d.told(role, chooser, own)
+        added = of_told(self._d, role, chooser, own)
         others = np.array([[0.0], *[[1.0]] * (count - 1)], self._numpy)
         change = self._apart(added, "altup.told.apart")
         change = g.node("Mul", [change, g.constant(others, "others")], name="altup.told")

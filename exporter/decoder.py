@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from onnxport.exporter.altup import altup_body
 from onnxport.exporter.draft_inputs import declare_states, normed_features
-from onnxport.exporter.feed_forward import ACTIVATIONS, FeedForward
+from onnxport.exporter.feed_forward import FeedForward
 from onnxport.exporter.graph_parts import (
     activation_dtype,
     attributes,
@@ -27,6 +27,7 @@ from onnxport.exporter.graph_parts import (
     sinks,
 )
 from onnxport.exporter.heads import Attend, Heads
+from onnxport.exporter.layer_inputs import ending, layer_inputs
 from onnxport.exporter.linear_batch import declare_rows, find_padding, mix_by_rows
 from onnxport.exporter.linear_layer import (
     DeltaInputs,
@@ -35,7 +36,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, LAYER_INPUTS
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -86,7 +87,7 @@ class Decoder:
         if spec.altup is not None:
             return altup_body(self, spec.altup, select)
         hidden = self.embed()
-        told = self.layer_inputs(hidden)
+        told = layer_inputs(self, hidden)
         delta = ""
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
@@ -113,52 +114,9 @@ class Decoder:
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read, hidden)
                 if told or spec.layer_scales:
-                    end = self.end(layer, hidden, delta, told[layer] if told else "")
+                    end = ending(self, layer, hidden, delta, told[layer] if told else "")
                     hidden, delta = end, ""
         return self.norm(hidden, delta, FINAL_NORM)
-
-    def layer_inputs(self, embedded: str) -> tuple[str, ...]:
-        """What each layer is told of the tokens, [..., layer_input_size]; none where it is not."""
-        g, size, layers = self.g, self.spec.layer_input_size, self.spec.num_layers
-        if size is None:
-            return ()
-        with g.scope(LAYER_INPUTS):
-            found = self.embed(LAYER_INPUTS, self.told_ids())
-            product = self.linear(f"{LAYER_INPUTS}.product", embedded)
-            apart = ops.reshape(g, product, (*self.leading, layers, size), "apart")
-            weight = g.weight(self.weights.vectors[f"{LAYER_INPUTS}.norm"])
-            normed = ops.rms_norm(g, apart, weight, self.spec.inner_eps, "norm")
-            joined = ops.reshape(g, normed, (*self.leading, layers * size), "join")
-            both = g.node("Add", [found, joined], name="both")
-            sizes = g.constant(np.full(layers, size, np.int64), "sizes")
-            return tuple(g.node("Split", [both, sizes], outputs=layers, name="split", axis=-1))
-
-    def end(self, layer: int, hidden: str, delta: str, told: str) -> str:
-        """The stream behind a layer: what it was told goes in, and it may be scaled."""
-        g, role = self.g, f"layers.{layer}"
-        hidden = g.node("Add", [hidden, delta], name="residual")
-        if told:
-            hidden = g.node("Add", [hidden, self.told(role, hidden, told)], name="residual.told")
-        if self.spec.layer_scales:
-            weight = g.weight(self.weights.vectors[f"{role}.scale"])
-            hidden = g.node("Mul", [hidden, weight], name="residual.scaled")
-        return hidden
-
-    def told(self, role: str, hidden: str, told: str) -> str:
-        """What is added of what a layer is told, as the stream chooses."""
-        gate = self.linear(f"{role}.input_gate", hidden)
-        activated = ACTIVATIONS[self.spec.hidden_act](self.g, gate)
-        gated = self.g.node("Mul", [activated, told], name="told")
-        return self.output(f"{role}.input_out", self.linear(f"{role}.input_out", gated))
-
-    def told_ids(self) -> str:
-        """The rows of what layers are told: tokens, or the first where there is none of one."""
-        g, rows = self.g, self.spec.layer_input_rows
-        if rows is None:
-            return names.INPUT_IDS
-        end, first = (g.constant(np.array(one, np.int64), "row") for one in (rows, 0))
-        has_one = g.node("Less", [names.INPUT_IDS, end], name="has_row")
-        return g.node("Where", [has_one, names.INPUT_IDS, first], name="rows")
 
     def embed(self, role: str = EMBEDDING, ids: str = names.INPUT_IDS) -> str:
         """Rows of the embedding table, or of another one."""

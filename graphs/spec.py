@@ -7,7 +7,7 @@ type is an error, because each of them changes what the model computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -300,18 +300,11 @@ class ArchSpec:
             inner["local_rope"] = self.local_rope.to_json()
         if self.experts is not None:
             inner["experts"] = self.experts.to_json()
-        if self.draft is not None:
-            inner["draft"] = plain(self.draft)
-        if self.latent is not None:
-            inner["latent"] = plain(self.latent)
         if self.linear is not None:
             inner["linear"] = linear_to_json(self.linear)
-        if self.global_heads is not None:
-            inner["global_heads"] = plain(self.global_heads)
-        if self.multipliers is not None:
-            inner["multipliers"] = plain(self.multipliers)
-        if self.altup is not None:
-            inner["altup"] = plain(self.altup)
+        for name in ("draft", "latent", "global_heads", "multipliers", "altup"):
+            if (part := getattr(self, name)) is not None:
+                inner[name] = plain(part)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -324,27 +317,25 @@ class ArchSpec:
         fields["sliding_window"] = tuple(windows)
         fields["rotated_layers"] = flags("model.rotated_layers", fields["rotated_layers"])
         fields["mlp_layers"] = flags("model.mlp_layers", fields["mlp_layers"])
-        fields["rope"] = RopeSpec.from_json(fields["rope"])
-        if fields["local_rope"] is not None:
-            fields["local_rope"] = RopeSpec.from_json(fields["local_rope"])
-        if fields["experts"] is not None:
-            fields["experts"] = ExpertsSpec.from_json(fields["experts"])
-        if fields["draft"] is not None:
-            fields["draft"] = DraftSpec.from_json(fields["draft"])
-        if fields["latent"] is not None:
-            fields["latent"] = LatentSpec.from_json(fields["latent"])
-        if fields["linear"] is not None:
-            fields["linear"] = linear_from_json(fields["linear"])
-        if fields["global_heads"] is not None:
-            fields["global_heads"] = HeadsSpec.from_json(fields["global_heads"])
-        if fields["multipliers"] is not None:
-            fields["multipliers"] = MultipliersSpec.from_json(fields["multipliers"])
-        if fields["altup"] is not None:
-            fields["altup"] = AltUpSpec.from_json(fields["altup"])
+        for name, read in _PARTS.items():
+            if fields[name] is not None:
+                fields[name] = read(fields[name])
         fields["gate_cutoffs"] = numbers("model.gate_cutoffs", fields["gate_cutoffs"])
         return construct(cls, "model", fields)
 
 
+# Fields that are objects, and what reads them.
+_PARTS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "rope": RopeSpec.from_json,
+    "local_rope": RopeSpec.from_json,
+    "experts": ExpertsSpec.from_json,
+    "draft": DraftSpec.from_json,
+    "latent": LatentSpec.from_json,
+    "linear": linear_from_json,
+    "global_heads": HeadsSpec.from_json,
+    "multipliers": MultipliersSpec.from_json,
+    "altup": AltUpSpec.from_json,
+}
 _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "family": (str,),
     **dict.fromkeys(SIZES, (int,)),
