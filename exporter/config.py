@@ -169,6 +169,12 @@ class Config:
         listed = self.get("architectures", list, [])
         return tuple(str(name) for name in listed)
 
+    def replaced(self, **values: Any) -> Config:
+        """The same with other values of some keys; what is used of it counts as used here."""
+        other = Config({**self._values, **values}, self.path)
+        other._nulls, other._used = self._nulls, self._used
+        return other
+
     def has(self, key: str) -> bool:
         """Whether `key` is there and not null."""
         return key in self._values

@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from onnxport.exporter.altup import altup_body
 from onnxport.exporter.draft_inputs import declare_states, normed_features, token_and_state
-from onnxport.exporter.feed_forward import ACTIVATIONS, FeedForward
+from onnxport.exporter.feed_forward import FeedForward
 from onnxport.exporter.graph_parts import (
     activation_dtype,
     attributes,
@@ -26,6 +27,7 @@ from onnxport.exporter.graph_parts import (
     sinks,
 )
 from onnxport.exporter.heads import Attend, Heads
+from onnxport.exporter.layer_inputs import ending, layer_inputs
 from onnxport.exporter.linear_batch import declare_rows, find_padding, mix_by_rows
 from onnxport.exporter.linear_layer import (
     DeltaInputs,
@@ -34,7 +36,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, LAYER_INPUTS
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -61,7 +63,7 @@ from onnxport.graphs.spec import ArchSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Decoder:
+class Decoder:
     """One graph under construction."""
 
     g: GraphBuilder
@@ -82,8 +84,10 @@ class _Decoder:
         follows mixes no positions; None: all.
         """
         g, spec = self.g, self.spec
+        if spec.altup is not None:
+            return altup_body(self, spec.altup, select)
         hidden = self.embed()
-        told = self.layer_inputs(hidden)
+        told = layer_inputs(self, hidden)
         delta = ""
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
@@ -91,14 +95,15 @@ class _Decoder:
                     read, hidden = self.read_states(spec.draft, hidden)
                 else:
                     read, hidden = self.read(hidden, delta, f"layers.{layer}.input_norm")
-                attended = self.attention(layer, read)
+                mixed = self.mixed(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
-                    attended, hidden = select(attended), select(hidden)
+                    mixed = {role: select(one) for role, one in mixed.items()}
+                    hidden = select(hidden)
                     if spec.parallel_layers and not spec.parallel_norms:
                         read = select(read)
                     if told:
                         told = (*told[:-1], select(told[-1]))
-                delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
+                delta = self.output(f"layers.{layer}.o", self.projected(mixed))
                 if spec.parallel_layers:
                     if spec.parallel_norms:
                         read, hidden = self.read(hidden, "", f"layers.{layer}.post_norm")
@@ -109,46 +114,15 @@ class _Decoder:
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read, hidden)
                 if told or spec.layer_scales:
-                    end = self.end(layer, hidden, delta, told[layer] if told else "")
+                    end = ending(self, layer, hidden, delta, told[layer] if told else "")
                     hidden, delta = end, ""
         return self.norm(hidden, delta, FINAL_NORM)
 
-    def layer_inputs(self, embedded: str) -> tuple[str, ...]:
-        """What each layer is told of the tokens, [..., layer_input_size]; none where it is not."""
-        g, size, layers = self.g, self.spec.layer_input_size, self.spec.num_layers
-        if size is None:
-            return ()
-        with g.scope(LAYER_INPUTS):
-            found = self.embed(LAYER_INPUTS)
-            product = self.linear(f"{LAYER_INPUTS}.product", embedded)
-            apart = ops.reshape(g, product, (*self.leading, layers, size), "apart")
-            weight = g.weight(self.weights.vectors[f"{LAYER_INPUTS}.norm"])
-            normed = ops.rms_norm(g, apart, weight, self.spec.inner_eps, "norm")
-            joined = ops.reshape(g, normed, (*self.leading, layers * size), "join")
-            both = g.node("Add", [found, joined], name="both")
-            sizes = g.constant(np.full(layers, size, np.int64), "sizes")
-            return tuple(g.node("Split", [both, sizes], outputs=layers, name="split", axis=-1))
-
-    def end(self, layer: int, hidden: str, delta: str, told: str) -> str:
-        """The stream behind a layer: what it was told goes in, and it may be scaled."""
-        g, role = self.g, f"layers.{layer}"
-        hidden = g.node("Add", [hidden, delta], name="residual")
-        if told:
-            gate = self.linear(f"{role}.input_gate", hidden)
-            activated = ACTIVATIONS[self.spec.hidden_act](g, gate)
-            gated = g.node("Mul", [activated, told], name="told")
-            added = self.output(f"{role}.input_out", self.linear(f"{role}.input_out", gated))
-            hidden = g.node("Add", [hidden, added], name="residual.told")
-        if self.spec.layer_scales:
-            weight = g.weight(self.weights.vectors[f"{role}.scale"])
-            hidden = g.node("Mul", [hidden, weight], name="residual.scaled")
-        return hidden
-
-    def embed(self, role: str = EMBEDDING) -> str:
+    def embed(self, role: str = EMBEDDING, ids: str = names.INPUT_IDS) -> str:
         """Rows of the embedding table, or of another one."""
         g, matrix = self.g, self.weights.matrices[role]
         if matrix.block is None:
-            return g.node("Gather", [g.weight(matrix.weight), names.INPUT_IDS], name="embed")
+            return g.node("Gather", [g.weight(matrix.weight), ids], name="embed")
         assert matrix.scales is not None
         assert matrix.zero_points is None
         assert matrix.offsets is None
@@ -157,7 +131,7 @@ class _Decoder:
         rows = ops.gather_block_quantized(
             g,
             g.weight(matrix.weight.view(f"{role}.rows", dims)),
-            names.INPUT_IDS,
+            ids,
             g.weight(matrix.scales),
             bits=matrix.block.bits,
             block_size=matrix.block.block_size,
@@ -208,15 +182,34 @@ class _Decoder:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
 
-    def attention(self, layer: int, x: str) -> str:
-        """Attention, times the sigmoid of a product where the model has that; or a state."""
+    def mixed(self, layer: int, x: str) -> dict[str, str]:
+        """Attention, a state, or both, by the role of what makes of it what the layer adds."""
+        role, found = f"layers.{layer}.o", {}
+        if self.spec.has_attention(layer):
+            found[role] = self.attention(layer, x)
         if self.spec.is_linear(layer):
-            parts = (self.g, self.spec, self.weights, layer, x)
-            if isinstance(self.spec.linear, StateSpaceSpec):
-                return state_space_layer(*parts, self.linear, self.scan, self.leading)
-            if isinstance(self.spec.linear, ShortConvSpec):
-                return short_convolution(*parts, self.linear, self.convolve)
-            return linear_attention(*parts, self.linear, self.mix, self.leading)
+            role = f"layers.{layer}.linear.o" if self.spec.has_both else role
+            found[role] = self.state(layer, x)
+        return found
+
+    def projected(self, mixed: dict[str, str]) -> str:
+        """The sum of what is made of attention and of a state, where a layer has both."""
+        first, *others = (self.linear(role, one) for role, one in mixed.items())
+        for other in others:
+            first = self.g.node("Add", [first, other], name="mixed")
+        return first
+
+    def state(self, layer: int, x: str) -> str:
+        """What keeps a state of each sequence."""
+        parts = (self.g, self.spec, self.weights, layer, x)
+        if isinstance(self.spec.linear, StateSpaceSpec):
+            return state_space_layer(*parts, self.linear, self.scan, self.leading)
+        if isinstance(self.spec.linear, ShortConvSpec):
+            return short_convolution(*parts, self.linear, self.convolve)
+        return linear_attention(*parts, self.linear, self.mix, self.leading)
+
+    def attention(self, layer: int, x: str) -> str:
+        """Attention, times the sigmoid of a product where the model has that."""
         attended = Heads(
             self.g,
             self.spec,
@@ -328,7 +321,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return scan_by_slots(g, spec.linear, dtype, layer, inputs)
 
     ways = (mix, scan, partial(convolve_by_slots, g))
-    decoder = _Decoder(g, spec, weights, (0,), attend, *ways, rotation)
+    decoder = Decoder(g, spec, weights, (0,), attend, *ways, rotation)
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -390,6 +383,6 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return convolve_by_rows(g, padding, layer, inputs)
 
     rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
-    decoder = _Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, rotation)
+    decoder = Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, rotation)
     decoder.logits(decoder.body(None)[0])
     return g.build()

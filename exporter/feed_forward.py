@@ -42,7 +42,7 @@ class FeedForward:
         """
         experts = self.spec.experts_of(layer)
         if experts is None:
-            return self._dense(f"layers.{layer}", x)
+            return self._dense(f"layers.{layer}", x, self.spec.gate_cutoff(layer))
         if experts.apart:
             return self._experts_apart(layer, experts, x, hidden)
         added = self._experts(layer, experts, x, x)
@@ -59,14 +59,16 @@ class FeedForward:
         numbers = ops.Xielu(*(g.weight(one.view(one.name, ())) for one in stored))
         return ops.xielu(g, x, numbers, activation_dtype(weights))
 
-    def _dense(self, role: str, x: str) -> str:
-        """One feed-forward layer, with a gate or without."""
+    def _dense(self, role: str, x: str, cutoff: float | None = None) -> str:
+        """One feed-forward layer, with a gate, which may be cut off, or without."""
         g = self.g
         if self.spec.ungated:
             up = self._activate(role, self.linear(f"{role}.up", x))
             return self.linear(f"{role}.down", up)
         gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
+        if cutoff is not None:
+            gate = ops.above_deviations(g, gate, cutoff, activation_dtype(self.weights))
         gated = g.node("Mul", [ACTIVATIONS[self.spec.hidden_act](g, gate), up], name="gated")
         return self.linear(f"{role}.down", gated)
 

@@ -19,8 +19,9 @@ FILE: Final = "genai_config.json"
 
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
 _LLAMA: Final = (
-    *("afmoe", "bamba", "cohere", "cohere2", "exaone4", "exaone_moe", "hunyuan_v1_dense"),
-    *("hunyuan_v1_moe", "minimax_m2"),
+    *("afmoe", "bamba", "cohere", "cohere2", "exaone4", "exaone_moe", "falcon_h1"),
+    "gemma3n_text",
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2"),
     *(
         "dots1",
         "ernie4_5_moe",

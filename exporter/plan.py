@@ -7,14 +7,17 @@ where a layer with experts has `router`, `correction`, `experts.gate_up` and `ex
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
 dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
-conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. A draft
+conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. Where a
+layer has attention and a state space, the last product of the latter is `linear.o`. A draft
 head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides, or, of
 multi-token prediction, `features`, `embedding_norm` and `state_norm`. LayerNorms may have biases,
 `final_norm_bias` and so on. What has no gate, experts too, has `up` for `gate_up`; of an xIELU
 there are `alpha_p`, `alpha_n`, `beta` and `eps`. Where layers are told something of each token,
 there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer `input_gate`, `input_out`
 and `input_out_norm`; and `scale` where the stream behind it is times a number. Experts apart from a
-shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and `shared_out_norm`.
+shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and `shared_out_norm`. Where
+there are several streams, there are `altup.start` and `altup.merge.N`, and of each layer
+`altup.{norm, router, predict, correct, scale}` and `laurel.{left, right, norm}`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Final
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.plan_altup import altup_matrices, altup_tables, altup_vectors
 from onnxport.exporter.plan_attention import attention_matrices, head_vectors
 from onnxport.exporter.plan_experts import (
     activation_vectors,
@@ -104,6 +108,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         matrices.update(_layer_input_tables(spec, spec.layer_input_size, names))
         size, scale = spec.layer_input_size, math.sqrt(0.5)
         vectors[f"{LAYER_INPUTS}.norm"] = plan_norm(names, names.layer_inputs_norm, size, scale)
+    if spec.altup is not None:
+        matrices.update(altup_tables(spec, spec.altup, names))
     left: set[str] = set()
     for layer in range(spec.num_layers):
         role = f"layers.{layer}."
@@ -114,6 +120,12 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         if spec.has_mlp(layer) and not spec.raw_inputs and own_norm:
             tensor = behind + names.post_norm
             vectors.update(_with_bias(spec, names, role + "post_norm", tensor))
+        if spec.has_attention(layer):
+            vectors.update(head_vectors(spec, layer, names, role, prefix))
+            matrices.update(attention_matrices(spec, layer, names, role, prefix))
+            if spec.kv_source(layer) != layer:
+                left.update(f"{prefix}{name}.weight" for name in names.qkv[1:])
+                left.add(prefix + names.k_norm)
         if isinstance(spec.linear, StateSpaceSpec) and spec.is_linear(layer):
             vectors.update(space_vectors(spec.linear, names, role, prefix))
             matrices.update(space_matrices(spec, spec.linear, names, role, prefix))
@@ -124,12 +136,10 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             assert isinstance(spec.linear, LinearAttentionSpec)
             vectors.update(linear_vectors(spec.linear, names, role, prefix))
             matrices.update(linear_matrices(spec, spec.linear, names, role, prefix))
-        else:
-            vectors.update(head_vectors(spec, layer, names, role, prefix))
-            matrices.update(attention_matrices(spec, layer, names, role, prefix))
-            if spec.kv_source(layer) != layer:
-                left.update(f"{prefix}{name}.weight" for name in names.qkv[1:])
-                left.add(prefix + names.k_norm)
+        if spec.altup is not None:
+            vectors.update(altup_vectors(spec, spec.altup, names, role, prefix))
+            matrices.update(altup_matrices(spec, spec.altup, names, role, prefix))
+            left.add(prefix + names.altup_scale)
         if spec.layer_scales:
             vectors[role + "scale"] = VectorPlan(prefix + names.layer_scale, (1,))
         if spec.layer_input_size is not None:
@@ -160,7 +170,7 @@ def _layer_input_tables(spec: ArchSpec, size: int, names: TensorNames) -> dict[s
     """
     width = spec.num_layers * size
     table = MatrixPlan(
-        (Part(names.layer_inputs, spec.vocab_size),), width, scale=math.sqrt(size / 2)
+        (Part(names.layer_inputs, spec.num_layer_inputs),), width, scale=math.sqrt(size / 2)
     )
     product = stack_rows(
         "", (names.layer_inputs_product,), (width,), spec.hidden_size, biased=False

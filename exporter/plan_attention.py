@@ -13,6 +13,7 @@ from onnxport.exporter.plan_parts import (
     plan_norm,
     split_by_head,
     stack_rows,
+    times,
 )
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.spec import ArchSpec
@@ -55,7 +56,9 @@ def attention_matrices(
     inputs, widths = spec.attention_inputs(layer), spec.qkv_parts(layer)
     attended = widths[0] if spec.latent is None else spec.attended_size
     o = stack_rows(prefix, names.o, (spec.hidden_size,), attended, biased=spec.o_bias)
-    found = {role + "o": replace(o, scale=spec.output_scale)}
+    own = spec.multipliers
+    scale = spec.output_scale * (1.0 if own is None else own.attention)
+    found = {role + "o": replace(o, scale=scale)}
     if spec.latent is not None:
         return found | _latent_matrices(spec, spec.latent, names, role, prefix)
     if names.qkv_by_head:
@@ -67,17 +70,19 @@ def attention_matrices(
     elif not spec.attention_gate or names.attention_gate is not None:
         tensors = names.qkv[: len(widths)]
         qkv = stack_rows(prefix, tensors, widths, inputs, biased=spec.qkv_bias)
+        if own is not None:
+            qkv = times(qkv, (own.queries, own.keys, own.values))
         found[role + "qkv"] = qkv
     if not spec.attention_gate:
         return found
     if names.attention_gate is not None:
-        own = stack_rows(prefix, (names.attention_gate,), (spec.q_size,), inputs, biased=False)
-        return found | {role + "attention_gate": own}
+        gate = stack_rows(prefix, (names.attention_gate,), (spec.q_size,), inputs, biased=False)
+        return found | {role + "attention_gate": gate}
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
-    q, gate = split_by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)
+    q, gates = split_by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)
     joined = (*q, *map(Part, others, widths[1:]))
-    gates = MatrixPlan(gate, inputs)
-    return found | {role + "qkv": MatrixPlan(joined, inputs), role + "attention_gate": gates}
+    gate = MatrixPlan(gates, inputs)
+    return found | {role + "qkv": MatrixPlan(joined, inputs), role + "attention_gate": gate}
 
 
 def _latent_matrices(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from onnxport.exporter.families.base import TensorNames
-from onnxport.exporter.plan_parts import MatrixPlan, Part, VectorPlan, plan_norm, stack_rows
+from onnxport.exporter.plan_parts import MatrixPlan, Part, VectorPlan, plan_norm, stack_rows, times
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.spec import ArchSpec
 
@@ -42,10 +42,14 @@ def feed_forward(
     hidden, biased = spec.hidden_size, spec.mlp_bias
     back = stack_rows(prefix, down, (hidden,), size, biased=biased)
     first, rows = ("up", (size,)) if spec.ungated else ("gate_up", (size, size))
-    return {
-        role + first: stack_rows(prefix, gate_up, rows, hidden, biased=biased),
-        role + "down": replace(back, scale=spec.output_scale),
-    }
+    front, scale, own = (
+        stack_rows(prefix, gate_up, rows, hidden, biased=biased),
+        1.0,
+        spec.multipliers,
+    )
+    if own is not None:
+        front, scale = times(front, (own.gate, 1.0)), own.down
+    return {role + first: front, role + "down": replace(back, scale=scale * spec.output_scale)}
 
 
 def norms_of_experts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ class Part(NamedTuple):
     first: int = 0  # of them
     shape: tuple[int, ...] | None = None  # of the tensor; None: these rows are all
     is_transposed: bool = False  # it is [experts, columns, rows]; these are all rows of one of them
+    scale: float = 1.0  # what these rows are multiplied with, beside what all of the matrix is
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,12 @@ def stack_rows(
         columns,
         tuple((f"{name}.bias", (size,)) for name, size in sizes) if biased else (),
     )
+
+
+def times(plan: MatrixPlan, scales: tuple[float, ...]) -> MatrixPlan:
+    """The matrix with each of its parts times a number of its own."""
+    parts = zip(plan.parts, scales, strict=True)
+    return replace(plan, parts=tuple(part._replace(scale=scale) for part, scale in parts))
 
 
 def split_by_head(

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnxport.exporter.families.base import TensorNames
-from onnxport.exporter.plan_parts import MatrixPlan, Part, VectorPlan, split_by_head, stack_rows
+from onnxport.exporter.plan_parts import (
+    MatrixPlan,
+    Part,
+    VectorPlan,
+    split_by_head,
+    stack_rows,
+    times,
+)
 from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
+from onnxport.graphs.multipliers_spec import MultipliersSpec
 from onnxport.graphs.spec import ArchSpec
 
 
@@ -96,8 +104,10 @@ def space_vectors(
         "a_log": VectorPlan(prefix + names.space_a_log, heads, is_exact=True),
         "dt_bias": VectorPlan(prefix + names.space_dt_bias, heads, is_exact=True),
         "skip": VectorPlan(prefix + names.space_skip, heads, is_exact=True),
-        "norm": VectorPlan(prefix + names.space_norm, (space.value_width,), is_exact=True),
     }
+    if not space.without_norm:
+        tensor = prefix + names.space_norm
+        found["norm"] = VectorPlan(tensor, (space.value_width,), is_exact=True)
     if space.conv_bias:
         found["conv_bias"] = VectorPlan(prefix + names.space_conv_bias, (space.channels,))
     return {role + name: vector for name, vector in found.items()}
@@ -108,7 +118,8 @@ def space_matrices(
 ) -> dict[str, MatrixPlan]:
     """The products of a layer of a state space, all but the last of which are one tensor.
 
-    That of the steps stays as exact as activations are, as that of decays does above.
+    That of the steps stays as exact as activations are, as that of decays does above. Beside
+    attention, whose last product is `o`, that of a state space is `linear.o`.
     """
     hidden, tensor = spec.hidden_size, f"{prefix}{names.space_in}.weight"
     heights = (space.value_width, space.channels, space.heads)
@@ -118,10 +129,29 @@ def space_matrices(
         MatrixPlan((Part(tensor, rows, first, shape),), hidden)
         for rows, first in zip(heights, starts, strict=True)
     )
+    scale, own = spec.output_scale, spec.multipliers
+    if own is not None:
+        z, dt = times(z, (own.space_gate,)), times(dt, (own.space_steps,))
+        mixed, scale = _mixed_apart(space, tensor, shape, own), scale * own.space
     o = stack_rows(prefix, (names.space_o,), (hidden,), space.value_width, biased=False)
     return {
         role + "linear.z": z,
         role + "linear.mixed": mixed,
         role + "linear.dt": replace(dt, is_exact=True),
-        role + "o": replace(o, scale=spec.output_scale),
+        role + ("linear.o" if space.beside_attention else "o"): replace(o, scale=scale),
     }
+
+
+def _mixed_apart(
+    space: StateSpaceSpec, tensor: str, shape: tuple[int, ...], own: MultipliersSpec
+) -> MatrixPlan:
+    """What the convolution reads, each kind of it times a number."""
+    first, parts = space.value_width, []
+    for rows, scale in (
+        (space.value_width, own.space_values),
+        (space.group_width, own.space_given),
+        (space.group_width, own.space_taken),
+    ):
+        parts.append(Part(tensor, rows, first, shape, scale=scale))
+        first += rows
+    return MatrixPlan(tuple(parts), shape[-1])

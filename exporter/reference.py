@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
-from onnxport.exporter.activations import ACTIVATIONS
 from onnxport.exporter.plan import EMBEDDING_NORM, FEATURES, LAYER_INPUTS, STATE_NORM
+from onnxport.exporter.reference_altup import altup_forward
 from onnxport.exporter.reference_attention import attend, attend_linearly, of_space
 from onnxport.exporter.reference_experts import feed_forward
 from onnxport.exporter.reference_parts import (
@@ -19,6 +19,7 @@ from onnxport.exporter.reference_parts import (
     WeightSource,
     norm,
     normed_output,
+    of_told,
     rms_norm,
     softcap,
 )
@@ -84,24 +85,29 @@ def _normed(
     """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
-    told = _layer_inputs(spec, weights, token_ids, hidden)
+    if spec.altup is not None:
+        told = layer_inputs(spec, weights, token_ids, hidden)
+        return altup_forward(spec, spec.altup, weights, (hidden, told, tables), logits_indices)
+    told = layer_inputs(spec, weights, token_ids, hidden)
     kept: dict[int, tuple[Array, Array]] = {}
     for layer in range(spec.num_layers):
         if layer == 0 and states is not None:
             read, hidden = _read_states(spec, weights, hidden, states)
         else:
             read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
+        mixed = {}  # by the role of what is made of it
+        if spec.has_attention(layer):
+            found = tables[spec.rope_of(layer)] if spec.rotates(layer) else None
+            mixed[f"layers.{layer}.o"] = attend(spec, layer, weights, read, found, kept)
         if spec.is_linear(layer):
             of_kind = of_space if isinstance(spec.linear, StateSpaceSpec) else attend_linearly
-            attended = of_kind(spec, layer, weights, read)
-        else:
-            found = tables[spec.rope_of(layer)] if spec.rotates(layer) else None
-            attended = attend(spec, layer, weights, read, found, kept)
+            role = f"layers.{layer}.linear.o" if spec.has_both else f"layers.{layer}.o"
+            mixed[role] = of_kind(spec, layer, weights, read)
         if layer == spec.num_layers - 1:  # what follows mixes no positions
-            hidden, attended = hidden[logits_indices], attended[logits_indices]
-            told = told[logits_indices]
-        projected = weights.linear(f"layers.{layer}.o", attended)
-        added = normed_output(spec, weights, f"layers.{layer}.o", projected)
+            hidden, told = hidden[logits_indices], told[logits_indices]
+            mixed = {role: one[logits_indices] for role, one in mixed.items()}
+        projected, *others = (weights.linear(role, one) for role, one in mixed.items())
+        added = normed_output(spec, weights, f"layers.{layer}.o", sum(others, projected))
         if spec.parallel_layers:
             if spec.parallel_norms:
                 read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
@@ -118,14 +124,15 @@ def _normed(
     return norm(spec, weights, "final_norm", hidden), hidden
 
 
-def _layer_inputs(
+def layer_inputs(
     spec: ArchSpec, weights: WeightSource, token_ids: NDArray[np.int64], embedded: Array
 ) -> Array:
     """What layers are told of each token, [num_tokens, num_layers, layer_input_size]."""
     if spec.layer_input_size is None:
         return np.empty((len(token_ids), 0, 0), np.float32)
     shape = (len(token_ids), spec.num_layers, spec.layer_input_size)
-    found = weights.embed(token_ids, LAYER_INPUTS).reshape(shape)
+    rows = np.where(token_ids < spec.num_layer_inputs, token_ids, 0)
+    found = weights.embed(rows, LAYER_INPUTS).reshape(shape)
     product = weights.linear(f"{LAYER_INPUTS}.product", embedded).reshape(shape)
     return found + rms_norm(product, weights.vector(f"{LAYER_INPUTS}.norm"), spec.inner_eps)
 
@@ -134,9 +141,7 @@ def _end(spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told:
     """The stream behind a layer: what it was told goes in, and it may be scaled."""
     role = f"layers.{layer}."
     if spec.layer_input_size is not None:
-        gate = ACTIVATIONS[spec.hidden_act](weights.linear(role + "input_gate", hidden))
-        added = weights.linear(role + "input_out", gate * told[:, layer])
-        hidden = hidden + normed_output(spec, weights, role + "input_out", added)
+        hidden = hidden + of_told(spec, role, weights, hidden, told[:, layer])
     return hidden * weights.vector(role + "scale") if spec.layer_scales else hidden
 
 

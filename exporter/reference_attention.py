@@ -200,6 +200,8 @@ def of_space(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Arr
     result = state_space(space, values * steps[..., None], given, taken, decay)
     result = result + values * weights.vector(role + "skip")[:, None]
     gated = result.reshape(len(x), -1) * silu(weights.linear(role + "z", x))
+    if space.without_norm:
+        return gated
     groups = gated.reshape(len(x), space.groups, -1)
     normed = rms_norm(groups, np.float32(1), spec.inner_eps)
     return normed.reshape(gated.shape) * weights.vector(role + "norm")

@@ -20,7 +20,7 @@ def feed_forward(
     """
     experts, prefix = spec.experts_of(layer), f"layers.{layer}."
     if experts is None:
-        output = _dense(spec, prefix, weights, x)
+        output = _dense(spec, prefix, weights, x, spec.gate_cutoff(layer))
     elif experts.apart:
         assert hidden is not None
         routed, read = (
@@ -68,12 +68,17 @@ def _of_experts(
     return weights.sum_of_experts(prefix + "experts.down", gated * parts[..., None], parts)
 
 
-def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
+def _dense(
+    spec: ArchSpec, prefix: str, weights: WeightSource, x: Array, cutoff: float | None = None
+) -> Array:
     """One feed-forward layer, with a gate or without; [num_tokens, hidden]."""
     if spec.ungated:
         activated = _activated(spec, prefix, weights, weights.linear(prefix + "up", x))
         return weights.linear(prefix + "down", activated)
     gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
+    if cutoff is not None:
+        least = gate.mean(-1, keepdims=True) + gate.std(-1, keepdims=True) * np.float32(cutoff)
+        gate = np.maximum(gate - least, 0)
     return weights.linear(prefix + "down", ACTIVATIONS[spec.hidden_act](gate) * up)
 
 

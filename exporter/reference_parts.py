@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.exporter.activations import ACTIVATIONS
 from onnxport.exporter.plan import EMBEDDING
 from onnxport.graphs.spec import ArchSpec
 
@@ -62,6 +63,13 @@ def normed_output(spec: ArchSpec, weights: WeightSource, role: str, output: Arra
     if not spec.output_norms:
         return output
     return rms_norm(output, weights.vector(f"{role}_norm"), spec.inner_eps)
+
+
+def of_told(spec: ArchSpec, role: str, weights: WeightSource, hidden: Array, told: Array) -> Array:
+    """What is added of what a layer is told of tokens, as the stream chooses."""
+    gate = ACTIVATIONS[spec.hidden_act](weights.linear(role + "input_gate", hidden))
+    added = weights.linear(role + "input_out", gate * told)
+    return normed_output(spec, weights, role + "input_out", added)
 
 
 def softcap(x: Array, cap: float | None) -> Array:

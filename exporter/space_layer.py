@@ -136,6 +136,8 @@ def state_space_layer(
         flat = ops.reshape(g, output, (*leading, space.value_width), "join")
         gate = ops.silu(g, ops.cast(g, linear(f"{role}.z", x), FLOAT, "z.cast"))
         gated = g.node("Mul", [flat, gate], name="gated")
+        if space.without_norm:
+            return ops.cast(g, gated, activation_dtype(weights), "gated.cast")
         normed = _group_norm(g, space, gated, vector("norm"), spec.inner_eps, leading)
         return ops.cast(g, normed, activation_dtype(weights), "normed.cast")
 

@@ -26,8 +26,16 @@ def are_spaces(kinds: list[Any]) -> tuple[bool, ...] | None:
     return tuple(LAYER_KINDS[kind] for kind in kinds)
 
 
-def mamba_spec(config: Config, layers: tuple[bool, ...]) -> StateSpaceSpec | None:
+def mamba_spec(
+    config: Config, layers: tuple[bool, ...], width: int | None = None, **others: Any
+) -> StateSpaceSpec | None:
     """Read the keys `mamba_…` of the layers that are such; None: no layer is.
+
+    Args:
+        config: The model's configuration.
+        layers: Which layers are such.
+        width: Of all heads; None: `mamba_expand` times that of a token.
+        others: Fields of the spec that these keys do not say.
 
     Raises:
         CheckpointError: A key is missing, of a wrong type, or contradicts another.
@@ -35,7 +43,10 @@ def mamba_spec(config: Config, layers: tuple[bool, ...]) -> StateSpaceSpec | Non
     """
     hidden = config.require("hidden_size", int)
     heads = config.get("mamba_n_heads", int, 128)
-    width = config.get("mamba_expand", int, 2) * hidden
+    what = "mamba_d_ssm"
+    expanded = config.get("mamba_expand", int, 2) * hidden
+    if width is None:
+        width, what = expanded, "mamba_expand * hidden_size"
     head_size = config.get("mamba_d_head", object, "auto")
     if head_size == "auto":
         head_size = width // max(heads, 1)
@@ -54,9 +65,9 @@ def mamba_spec(config: Config, layers: tuple[bool, ...]) -> StateSpaceSpec | Non
     if type(head_size) is not int or head_size * heads != width:
         raise CheckpointError(
             f"{config.path} contradicts itself: {heads} heads (mamba_n_heads) of {head_size!r} "
-            f"(mamba_d_head) are not mamba_expand * hidden_size = {width}."
+            f"(mamba_d_head) are not {what} = {width}."
         )
-    return space_spec(config, layers, sizes)
+    return space_spec(config, layers, sizes | others)
 
 
 def space_spec(config: Config, layers: tuple[bool, ...], fields: dict[str, Any]) -> StateSpaceSpec:
@@ -66,7 +77,7 @@ def space_spec(config: Config, layers: tuple[bool, ...], fields: dict[str, Any])
         CheckpointError: `fields` contradict each other.
         UnsupportedModelError: No layer has attention.
     """
-    if all(layers):
+    if all(layers) and not fields.get("beside_attention"):
         raise UnsupportedModelError(
             f"{config.path}: none of the {len(layers)} layers has attention; supported is that "
             "some have, and the others are state spaces."

@@ -270,7 +270,7 @@ class StreamingWeights:
     def _part_scales(self, plan: MatrixPlan) -> list[float]:
         """What each part is multiplied with."""
         if plan.part_scales is None:
-            return [plan.scale] * len(plan.parts)
+            return [plan.scale * part.scale for part in plan.parts]
         raw = self._checkpoint.read(plan.part_scales)
         self._on_bytes(raw.nbytes)
         return [plan.scale * float(one) for one in to_float32(raw)]

@@ -56,6 +56,15 @@ def flags(what: str, value: list[Any] | None) -> tuple[bool, ...] | None:
     return tuple(value)
 
 
+def numbers(what: str, value: list[Any] | None) -> tuple[float | None, ...] | None:
+    """A number or null for each layer, or None. Raises ArtifactError for other entries."""
+    if value is None:
+        return None
+    if not all(one is None or is_a(one, float) for one in value):
+        raise ArtifactError(f"{what} has an entry that is no number: {value}")
+    return tuple(None if one is None else float(one) for one in value)
+
+
 def is_a(value: Any, kind: type) -> bool:
     """Whether a JSON value is of a type, as `check_fields` means it."""
     if isinstance(value, bool):

@@ -5,7 +5,8 @@ float32 has none, for there all is float32, and whoever changes its type has to 
 
 - the choice among experts and their weights (`graphs.experts`, `graphs.passes.split_experts`):
   scores in 16 bits are often the same, or round past one another, and others would be chosen;
-- the cap of the logits (`graphs.ops.softcap`), which would round them once more.
+- the cap of the logits (`graphs.ops.softcap`), which would round them once more;
+- mean and deviation of a gate (`graphs.ops.above_deviations`), whose squares 16 bits may not hold.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _CHOICE: Final = frozenset(
         *_SCORES,
     ]
 )
+_CUTOFF: Final = frozenset(["Mul", "ReduceMean", "Relu", "Sqrt", "Sub"])
 _PARTS: Final = frozenset(
     [
         *("And", "Cast", "Div", "Equal", "Greater", "Less", "Or", "ReduceSum", "Reshape"),
@@ -55,7 +57,12 @@ def float_islands(model: onnx.ModelProto) -> list[FloatIsland]:
     What only looks like one of them, with another operator in it, is none.
     """
     graph = _Graph(model)
-    find = {"ScatterElements": graph.choice, "Div": graph.parts, "Cast": graph.cap}
+    find = {
+        "ScatterElements": graph.choice,
+        "Div": graph.parts,
+        "Cast": graph.cap,
+        "Relu": graph.cutoff,
+    }
     found = [find[node.op_type](node) for node in model.graph.node if node.op_type in find]
     return [island for island in found if island is not None]
 
@@ -101,6 +108,14 @@ class _Graph:
                 return None
             nodes.append(node)
         return _island(nodes[-1].input[0], nodes)
+
+    def cutoff(self, end: onnx.NodeProto) -> FloatIsland | None:
+        """What leaves of a gate what is above some deviations."""
+        node: onnx.NodeProto | None = end
+        for op_type in ("Sub", "Sub"):
+            node = node and self._before(node, 0, op_type)
+        nodes = node and self._path(node.input[0], end, _CUTOFF)
+        return _island(node.input[0], nodes) if node and nodes else None
 
     def _before(self, node: onnx.NodeProto, place: int, *op_types: str) -> onnx.NodeProto | None:
         """What makes an input, if it is one of some operators."""

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.fields import check_fields, construct, flags, plain, require
+from onnxport.graphs.fields import (
+    NONE,
+    check_fields,
+    construct,
+    flags,
+    plain,
+    require,
+    with_nulls,
+    without_nulls,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +91,7 @@ class StateSpaceSpec:
     What such a layer keeps of a sequence are the last inputs of a convolution over its values, and
     what goes into and comes out of its state, and a matrix [head_size, state_size] for each head.
     The heads of a group, which lie one behind the other, share what goes in and what comes out.
-    What all heads of a group have is normalized at once.
+    What all heads of a group have is normalized at once, unless nothing is.
 
     Raises ValueError when sizes contradict each other.
     """
@@ -94,6 +103,9 @@ class StateSpaceSpec:
     kernel: int  # tokens that the convolution reads, the last one its own
     conv_bias: bool  # of the convolution
     layers: tuple[bool, ...]  # which of them are such
+    # Every layer has both: attention and a state space read one norm, and what both make is added.
+    beside_attention: bool | None = None  # None: a layer has one of them
+    without_norm: bool | None = None  # what is gated is not normalized; None: it is
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -104,7 +116,7 @@ class StateSpaceSpec:
             self.heads % self.groups == 0,
             f"heads {self.heads} of state spaces are no multiple of groups {self.groups}",
         )
-        _check_common("state spaces", self.kernel, self.layers)
+        _check_common("state spaces", self.kernel, self.layers, some=not self.beside_attention)
 
     @property
     def value_width(self) -> int:
@@ -186,7 +198,8 @@ def linear_to_json(linear: LinearSpec) -> dict[str, Any]:
     """The fields as plain JSON values, and what tells their kind."""
     kinds = {cls: kind for kind, (cls, _) in _KINDS.items() if kind is not None}
     kind = kinds.get(type(linear))
-    return plain(linear) if kind is None else {"kind": kind, **plain(linear)}
+    fields = without_nulls(plain(linear), _LATER)
+    return fields if kind is None else {"kind": kind, **fields}
 
 
 def linear_from_json(value: Any) -> LinearSpec:
@@ -203,17 +216,23 @@ def linear_from_json(value: Any) -> LinearSpec:
                 "gated delta nets. Export the model again, or use the version that wrote it."
             )
     cls, schema = _KINDS[kind]
-    fields = check_fields("linear", rest, schema)
+    later = tuple(name for name in _LATER if name in schema)
+    fields = check_fields("linear", with_nulls(rest, later), schema)
     fields["layers"] = flags("linear.layers", fields["layers"])
     return construct(cls, "linear", fields)
 
 
-def _check_common(what: str, kernel: int, layers: tuple[bool, ...]) -> None:
+def _check_common(what: str, kernel: int, layers: tuple[bool, ...], *, some: bool = True) -> None:
+    """Check what all kinds have; `some` of the layers are such, or all."""
     require(kernel > 1, f"kernel of {what} must be above 1, is {kernel}")
+    wanted = "some must be such, and some not" if some else "beside attention all must be such"
     require(
-        any(layers) and not all(layers),
-        f"layers of {what} are {list(layers)}; some must be such, and some not",
+        any(layers) and all(layers) is not some, f"layers of {what} are {list(layers)}; {wanted}"
     )
+
+
+# Fields that artifacts of before lack, as those do today where they are None.
+_LATER: Final = ("beside_attention", "without_norm")
 
 
 def _schema(sizes: tuple[str, ...], switches: tuple[str, ...]) -> Mapping[str, tuple[type, ...]]:
@@ -227,7 +246,10 @@ _KINDS: Final[Mapping[str | None, tuple[type[LinearSpec], Mapping[str, tuple[typ
     ),
     "state_space": (
         StateSpaceSpec,
-        _schema(("heads", "head_size", "groups", "state_size", "kernel"), ("conv_bias",)),
+        {
+            **_schema(("heads", "head_size", "groups", "state_size", "kernel"), ("conv_bias",)),
+            **dict.fromkeys(_LATER, (bool, NONE)),
+        },
     ),
     "short_convolution": (ShortConvSpec, _schema(("channels", "kernel"), ("bias",))),
 }

@@ -18,7 +18,8 @@ from onnxport.graphs.spec import ArchSpec
 
 OfMost = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # The gate of attention; what delta nets and state spaces make of their input, as the roles of
-# exporter.plan say; and the three parts that a short convolution makes of it, in order.
+# exporter.plan say; what these add beside attention; and the three parts that a short convolution
+# makes of its input, in order.
 OfSome = Literal[
     "attention_gate",
     "linear_qkv",
@@ -27,6 +28,7 @@ OfSome = Literal[
     "linear_a",
     "linear_mixed",
     "linear_dt",
+    "linear_o",
     "conv_before",
     "conv_behind",
     "conv_values",
@@ -50,6 +52,7 @@ Kind = Literal[
     "linear.ba",
     "linear.mixed",
     "linear.dt",
+    "linear.o",
     "linear.in",
     "linear.in.before",
     "linear.in.behind",
@@ -68,6 +71,7 @@ KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
     "linear.ba": ("linear_b", "linear_a"),
     "linear.mixed": ("linear_mixed",),
     "linear.dt": ("linear_dt",),
+    "linear.o": ("linear_o",),
     "linear.in": ("conv_before", "conv_behind", "conv_values"),
     "linear.in.before": ("conv_before",),
     "linear.in.behind": ("conv_behind",),
@@ -129,15 +133,16 @@ class LoraAdapter:
 def projection_shapes(spec: ArchSpec, layer: int) -> dict[Projection, tuple[int, int]]:
     """Return (out_features, in_features) of each projection of a layer that adapters may add to.
 
-    These are not those of experts. A layer that keeps a state has `o_proj`, too: its last product.
+    These are not those of experts. A layer that keeps a state has `o_proj`, too: its last product,
+    which is `linear_o` where the layer has attention besides.
     """
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes: dict[Projection, tuple[int, int]] = {}
     if spec.is_linear(layer):
         for name, rows in _state_rows(spec).items():
             shapes[name] = (rows, hidden)
-        shapes["o_proj"] = (hidden, _state_width(spec))
-    else:
+        shapes["linear_o" if spec.has_both else "o_proj"] = (hidden, _state_width(spec))
+    if spec.has_attention(layer):
         shapes["q_proj"] = (spec.q_size, hidden)
         shapes["k_proj"] = shapes["v_proj"] = (spec.kv_size, hidden)
         shapes["o_proj"] = (hidden, spec.q_size)

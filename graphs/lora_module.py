@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.linear_spec import StateSpaceSpec
 from onnxport.graphs.lora import OF_FEED_FORWARD, LoraDelta, Projection
 from onnxport.graphs.spec import ArchSpec
 
@@ -55,10 +56,35 @@ class Module:
         """
         found = {}
         for name, rows in self.by_projection(b).items():
-            if base.output_scale != 1 and name in ("o_proj", "down_proj"):
-                rows = rows * np.float32(base.output_scale)  # as the weights that it adds to are
+            scales = _scales(base, name)
+            if (scales != 1).any():
+                rows = rows * scales  # as the weights that it adds to are
             found[self.layer, name] = LoraDelta(a, rows)
         return found
+
+
+def _scales(base: ArchSpec, projection: Projection) -> NDArray[np.float32]:
+    """What the rows of a projection are stored times, [rows, 1] or [1, 1]."""
+    scale = base.output_scale if projection in ("o_proj", "down_proj", "linear_o") else 1.0
+    own, space = base.multipliers, base.linear
+    if own is not None and projection == "linear_mixed":
+        assert isinstance(space, StateSpaceSpec)
+        kinds = (own.space_values, own.space_given, own.space_taken)
+        rows = np.repeat(kinds, (space.value_width, space.group_width, space.group_width))
+        return rows.astype(np.float32)[:, None]
+    if own is not None:
+        scale *= {
+            "q_proj": own.queries,
+            "k_proj": own.keys,
+            "v_proj": own.values,
+            "o_proj": own.attention,
+            "gate_proj": own.gate,
+            "down_proj": own.down,
+            "linear_z": own.space_gate,
+            "linear_dt": own.space_steps,
+            "linear_o": own.space,
+        }.get(projection, 1.0)
+    return np.full((1, 1), scale, np.float32)
 
 
 def block_of(base: ArchSpec, layer: int, projection: Projection) -> int:

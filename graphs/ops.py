@@ -152,6 +152,26 @@ def softcap(g: GraphBuilder, x: str, cap: float, name: str = "softcap") -> str:
     return g.node("Mul", [bounded, g.constant(np.array(cap, np.float32), "cap")], name=name)
 
 
+def above_deviations(g: GraphBuilder, x: str, count: float, dtype: int) -> str:
+    """By how much x, of the type `dtype`, is more than so many deviations above its mean, or 0.
+
+    Mean and deviation are of each row, and computed in float32.
+    """
+    axis = last_axis(g)
+    is_wide = dtype == TensorProto.FLOAT
+    wide = x if is_wide else cast(g, x, TensorProto.FLOAT, "cutoff.cast")
+    mean = g.node("ReduceMean", [wide, axis], name="cutoff.mean", keepdims=1)
+    apart = g.node("Sub", [wide, mean], name="cutoff.apart")
+    square = g.node("Mul", [apart, apart], name="cutoff.square")
+    variance = g.node("ReduceMean", [square, axis], name="cutoff.variance", keepdims=1)
+    deviation = g.node("Sqrt", [variance], name="cutoff.deviation")
+    least = g.node(
+        "Mul", [deviation, g.constant(np.array(count, np.float32), "count")], name="cutoff.least"
+    )
+    above = g.node("Relu", [g.node("Sub", [apart, least], name="cutoff.above")], name="cutoff")
+    return above if is_wide else cast(g, above, dtype, "cutoff.back")
+
+
 def cast(g: GraphBuilder, x: str, dtype: int, name: str = "cast") -> str:
     """Convert the elements of `x` to an ONNX element type."""
     return g.node("Cast", [x], name=name, to=dtype)

@@ -7,11 +7,12 @@ type is an error, because each of them changes what the model computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxport.errors import ArtifactError
+from onnxport.graphs.altup_spec import AltUpSpec
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.fields import (
@@ -20,13 +21,20 @@ from onnxport.graphs.fields import (
     construct,
     flags,
     is_a,
+    numbers,
     plain,
     with_nulls,
     without_nulls,
 )
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.latent_spec import LatentSpec
-from onnxport.graphs.linear_spec import LinearSpec, linear_from_json, linear_to_json
+from onnxport.graphs.linear_spec import (
+    LinearSpec,
+    StateSpaceSpec,
+    linear_from_json,
+    linear_to_json,
+)
+from onnxport.graphs.multipliers_spec import MultipliersSpec
 from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec_checks import SIZES, check_spec
 
@@ -98,6 +106,12 @@ class ArchSpec:
     # Channels of what each layer is told of each token by a table and a product of the embedding,
     # and adds to the stream at its end; None: nothing.
     layer_input_size: int | None = None
+    multipliers: MultipliersSpec | None = None  # of outputs of products; None: all are 1
+    # Rows of the table of `layer_input_size`; tokens behind have the first. None: each has one.
+    layer_input_rows: int | None = None
+    altup: AltUpSpec | None = None  # there are several residual streams; None: one
+    # Of each layer's gate what is less than so many deviations above its mean is 0; None: nothing.
+    gate_cutoffs: tuple[float | None, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -183,6 +197,15 @@ class ArchSpec:
         wide = self.shared_kv_intermediate_size
         return self.intermediate_size if wide is None or self.kv_source(layer) == layer else wide
 
+    def gate_cutoff(self, layer: int) -> float | None:
+        """Deviations above the mean up to which numbers of a layer's gate are 0; None: none is."""
+        return None if self.gate_cutoffs is None else self.gate_cutoffs[layer]
+
+    @property
+    def num_layer_inputs(self) -> int:
+        """Rows of the table of what layers are told of tokens."""
+        return self.vocab_size if self.layer_input_rows is None else self.layer_input_rows
+
     @property
     def num_logits(self) -> int:
         """Tokens that have a logit: all, but for a draft head."""
@@ -195,7 +218,7 @@ class ArchSpec:
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
-        """The layers that keep a state of each sequence, and no keys and values."""
+        """The layers that keep a state of each sequence."""
         return tuple(layer for layer in range(self.num_layers) if self.is_linear(layer))
 
     @property
@@ -204,12 +227,21 @@ class ArchSpec:
         return tuple(
             layer
             for layer in range(self.num_layers)
-            if not self.is_linear(layer) and self.kv_source(layer) == layer
+            if self.has_attention(layer) and self.kv_source(layer) == layer
         )
 
     def is_linear(self, layer: int) -> bool:
-        """Whether a layer keeps a state of each sequence in place of keys and values."""
+        """Whether a layer keeps a state of each sequence, most often in place of attention."""
         return self.linear is not None and self.linear.layers[layer]
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention, be it beside a state."""
+        return self.has_both or not self.is_linear(layer)
+
+    @property
+    def has_both(self) -> bool:
+        """Whether every layer has attention and a state space, which read one norm."""
+        return isinstance(self.linear, StateSpaceSpec) and bool(self.linear.beside_attention)
 
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has a feed-forward layer, or experts, behind what mixes positions."""
@@ -235,7 +267,7 @@ class ArchSpec:
         rotating = (
             layer
             for layer in range(self.num_layers)
-            if self.rotates(layer) and not self.is_linear(layer)
+            if self.rotates(layer) and self.has_attention(layer)
         )
         return tuple(dict.fromkeys(map(self.rope_of, rotating)))
 
@@ -269,14 +301,11 @@ class ArchSpec:
             inner["local_rope"] = self.local_rope.to_json()
         if self.experts is not None:
             inner["experts"] = self.experts.to_json()
-        if self.draft is not None:
-            inner["draft"] = plain(self.draft)
-        if self.latent is not None:
-            inner["latent"] = plain(self.latent)
         if self.linear is not None:
             inner["linear"] = linear_to_json(self.linear)
-        if self.global_heads is not None:
-            inner["global_heads"] = plain(self.global_heads)
+        for name in ("draft", "latent", "global_heads", "multipliers", "altup"):
+            if (part := getattr(self, name)) is not None:
+                inner[name] = plain(part)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -289,22 +318,25 @@ class ArchSpec:
         fields["sliding_window"] = tuple(windows)
         fields["rotated_layers"] = flags("model.rotated_layers", fields["rotated_layers"])
         fields["mlp_layers"] = flags("model.mlp_layers", fields["mlp_layers"])
-        fields["rope"] = RopeSpec.from_json(fields["rope"])
-        if fields["local_rope"] is not None:
-            fields["local_rope"] = RopeSpec.from_json(fields["local_rope"])
-        if fields["experts"] is not None:
-            fields["experts"] = ExpertsSpec.from_json(fields["experts"])
-        if fields["draft"] is not None:
-            fields["draft"] = DraftSpec.from_json(fields["draft"])
-        if fields["latent"] is not None:
-            fields["latent"] = LatentSpec.from_json(fields["latent"])
-        if fields["linear"] is not None:
-            fields["linear"] = linear_from_json(fields["linear"])
-        if fields["global_heads"] is not None:
-            fields["global_heads"] = HeadsSpec.from_json(fields["global_heads"])
+        for name, read in _PARTS.items():
+            if fields[name] is not None:
+                fields[name] = read(fields[name])
+        fields["gate_cutoffs"] = numbers("model.gate_cutoffs", fields["gate_cutoffs"])
         return construct(cls, "model", fields)
 
 
+# Fields that are objects, and what reads them.
+_PARTS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "rope": RopeSpec.from_json,
+    "local_rope": RopeSpec.from_json,
+    "experts": ExpertsSpec.from_json,
+    "draft": DraftSpec.from_json,
+    "latent": LatentSpec.from_json,
+    "linear": linear_from_json,
+    "global_heads": HeadsSpec.from_json,
+    "multipliers": MultipliersSpec.from_json,
+    "altup": AltUpSpec.from_json,
+}
 _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "family": (str,),
     **dict.fromkeys(SIZES, (int,)),
@@ -350,6 +382,10 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "shared_kv_intermediate_size": (int, NONE),
     "layer_scales": (bool, NONE),
     "layer_input_size": (int, NONE),
+    "multipliers": (dict, NONE),
+    "layer_input_rows": (int, NONE),
+    "altup": (dict, NONE),
+    "gate_cutoffs": (list, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -361,5 +397,6 @@ _LATER: Final = (
     *("layer_norms", "parallel_layers", "ungated", "mlp_layers"),
     *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
-    *("layer_scales", "layer_input_size"),
+    *("layer_scales", "layer_input_size", "multipliers"),
+    *("layer_input_rows", "altup", "gate_cutoffs"),
 )

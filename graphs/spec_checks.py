@@ -29,7 +29,7 @@ SIZES: Final = (
 )
 _POSITIVE: Final = (
     *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
-    *("shared_kv_intermediate_size", "layer_input_size"),
+    *("shared_kv_intermediate_size", "layer_input_size", "layer_input_rows"),
 )
 # What layers of one model may differ in, or have besides.
 _OF_LAYERS: Final = (
@@ -38,6 +38,7 @@ _OF_LAYERS: Final = (
     "shared_kv_layers",
     "layer_scales",
     "layer_input_size",
+    "altup",
 )
 
 
@@ -66,6 +67,8 @@ def check_spec(spec: ArchSpec) -> None:
         "attention_gate and qkv_bias exclude each other",
     )
     _check_linear(spec)
+    _check_multipliers(spec)
+    _check_streams(spec)
     _check_mlp(spec)
     _check_heads(spec)
     _check_order(spec)
@@ -174,6 +177,54 @@ def _check_linear(spec: ArchSpec) -> None:
         spec.sliding_window == (None,) * spec.num_layers,
         f"beside linear attention no layer has a sliding window; they are {spec.sliding_window}",
     )
+    others = {"output_norms": spec.output_norms, "attention_gate": spec.attention_gate}
+    found = [name for name, one in others.items() if one]
+    require(
+        not (spec.has_both and found),
+        f"attention beside state spaces does not go with {' and '.join(found)}",
+    )
+
+
+def _check_streams(spec: ArchSpec) -> None:
+    """Check what goes with several streams, and with gates that are cut off."""
+    rows, cutoffs = spec.layer_input_rows, spec.gate_cutoffs
+    require(
+        rows is None or (spec.layer_input_size is not None and rows < spec.vocab_size),
+        f"layer_input_rows is {rows}, of {spec.vocab_size} tokens; it needs layer_input_size",
+    )
+    require(
+        cutoffs is None or (len(cutoffs) == spec.num_layers and not spec.ungated),
+        f"gate_cutoffs are {cutoffs} for the gates of {spec.num_layers} layers",
+    )
+    if spec.altup is None:
+        require(cutoffs is None, "gate_cutoffs need altup")
+        return
+    others = {
+        "experts": spec.experts,
+        "layer_scales": spec.layer_scales,
+        "layer_input_size = None": not spec.layer_input_size,
+    }
+    found = [name for name, one in others.items() if one]
+    require(not found, f"altup does not go with {' and '.join(found)}")
+
+
+def _check_multipliers(spec: ArchSpec) -> None:
+    """Check what goes with multipliers of products."""
+    if spec.multipliers is None:
+        return
+    others = {
+        "qkv_bias": spec.qkv_bias,
+        "o_bias": spec.o_bias,
+        "mlp_bias": spec.mlp_bias,
+        "attention_gate": spec.attention_gate,
+        "draft": spec.draft,
+        "experts": spec.experts,
+        "latent": spec.latent,
+        "output_norms": spec.output_norms,
+        "ungated": spec.ungated,
+    }
+    found = [name for name, one in others.items() if one]
+    require(not found, f"multipliers do not go with {' and '.join(found)}")
 
 
 def _check_mlp(spec: ArchSpec) -> None:

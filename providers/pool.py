@@ -256,7 +256,8 @@ def converted_bytes(artifact: Artifact) -> int:
     numbers = 0
     for layer in range(spec.num_layers):
         parts = spec.qkv_parts(layer)
-        numbers += linear if spec.is_linear(layer) else parts[0] + sum(parts)
+        numbers += linear * spec.is_linear(layer)
+        numbers += (parts[0] + sum(parts)) * spec.has_attention(layer)
         if spec.has_mlp(layer):
             numbers += products * spec.inner_size(layer)
     return 4 * spec.hidden_size * numbers

@@ -84,6 +84,18 @@ class TensorNames:
     layer_input_gate: str = "per_layer_input_gate"
     layer_input_out: str = "per_layer_projection"
     layer_input_norm: str = "post_per_layer_input_norm.weight"
+    # Of several streams (`AltUpSpec`): what begins and ends them, with "{}" for the stream, or of
+    # one tensor that has all; and of a layer what foretells and corrects them, and LAuReL.
+    altup_start: str = "model.altup_projections.{}"
+    altup_merge: str = "model.altup_unembed_projections.{}"
+    altup_router: str = "altup.modality_router"
+    altup_router_norm: str = "altup.router_norm.weight"
+    altup_predict: str = "altup.prediction_coefs"
+    altup_correct: str = "altup.correction_coefs"
+    altup_scale: str = "altup.correct_output_scale"
+    laurel_left: str = "laurel.linear_left"
+    laurel_right: str = "laurel.linear_right"
+    laurel_norm: str = "laurel.post_laurel_norm.weight"
     # Of layers without attention. The products' inputs are one of queries, keys and values, those
     # of the gate, of beta and of the decay; or, where rows of each key head lie together, one of
     # the first two and one of the others; or one of the others alone. A layer that is a
@@ -131,6 +143,8 @@ class TensorNames:
             layer_inputs=move(self.layer_inputs),
             layer_inputs_product=move(self.layer_inputs_product),
             layer_inputs_norm=move(self.layer_inputs_norm),
+            altup_start=move(self.altup_start),
+            altup_merge=move(self.altup_merge),
         )
 
     def fit(self, found: frozenset[str]) -> bool:

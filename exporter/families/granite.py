@@ -62,19 +62,24 @@ def multiplied(config: Config, **differences: Any) -> ArchSpec:
     """
     attention_bias = config.get("attention_bias", bool, False)
     spec = decoder_spec(config, qkv_bias=attention_bias, o_bias=attention_bias, **differences)
-    embedding = _multiplier(config, "embedding_multiplier")
+    embedding = multiplier(config, "embedding_multiplier")
     return replace(
         spec,
         rms_norm_eps=spec.rms_norm_eps / embedding**2,
-        attention_scale=_multiplier(config, "attention_multiplier"),
-        residual_scale=_multiplier(config, "residual_multiplier") / embedding,
+        attention_scale=multiplier(config, "attention_multiplier"),
+        residual_scale=multiplier(config, "residual_multiplier") / embedding,
         stream_scale=embedding,
-        logits_scale=1 / _multiplier(config, "logits_scaling"),
+        logits_scale=1 / multiplier(config, "logits_scaling"),
     )
 
 
-def _multiplier(config: Config, key: str) -> float:
-    found = config.get(key, float, 1.0)
+def multiplier(config: Config, key: str) -> float:
+    """The value of a key, 1 where it is absent. Raises CheckpointError unless it is above 0."""
+    return checked_multiplier(config, key, config.get(key, float, 1.0))
+
+
+def checked_multiplier(config: Config, key: str, found: float) -> float:
+    """What a key says, or a list there. Raises CheckpointError unless it is above 0."""
     if not _LEAST <= found <= _MOST:
         raise CheckpointError(
             f"{config.path}: {key} is {found}; it must be above 0, and a float32 have room for it."

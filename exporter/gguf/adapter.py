@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,6 +94,7 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
         pairs = _read_pairs(shard, modules, base)
     turned, tiled = _orders(architecture, base)
     deltas: dict[tuple[int, Projection], LoraDelta] = {}
+    plain = replace(base, multipliers=None)  # which the file's numbers are times, as its weights
     for name, (a, b) in pairs.items():
         if (heads := turned.get(name.rpartition("attn_")[2])) is not None:
             b = halves(b, heads)
@@ -107,7 +108,7 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
                 f"{path} holds values of {name} that are not finite, or are not once they are "
                 f"scaled by {scaling:g}; the file is damaged, or the training diverged"
             )
-        deltas |= modules[name].deltas(base, a, scaled)
+        deltas |= modules[name].deltas(plain, a, scaled)
     named = next((meta[key] for key in _BASE if isinstance(meta.get(key), str)), None)
     told = [found if isinstance(found := meta.get(key), str) else "" for key in _FOR_PEOPLE]
     return GgufAdapter(LoraAdapter(deltas), named, *told)

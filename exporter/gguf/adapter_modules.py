@@ -25,6 +25,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "ernie4_5-moe": ("ernie4_5_moe",),
     "exaone-moe": ("exaone_moe",),
     "exaone4": ("exaone4",),
+    "falcon-h1": ("falcon_h1",),
     "gemma2": ("gemma2",),
     "gemma3": ("gemma3_text",),
     "glm4": ("glm4",),
@@ -85,7 +86,10 @@ def num_blocks(architecture: str, base: ArchSpec) -> int:
 
 def _of_layer(base: ArchSpec, layer: int, names: TensorNames) -> Iterator[tuple[str, _Parts, int]]:
     """The tensors of a layer: what they compute, and by how many heads their rows lie."""
-    yield from _of_state(base, names) if base.is_linear(layer) else _of_attention(base, names)
+    if base.has_attention(layer):
+        yield from _of_attention(base, names)
+    if base.is_linear(layer):
+        yield from _of_state(base, names)
     if base.experts_of(layer) is not None or not base.has_mlp(layer):
         return
     (down,) = names.down
@@ -120,7 +124,7 @@ def _of_attention(base: ArchSpec, names: TensorNames) -> Iterator[tuple[str, _Pa
 def _of_state(base: ArchSpec, names: TensorNames) -> Iterator[tuple[str, _Parts, int]]:
     if isinstance(base.linear, StateSpaceSpec):
         yield names.space_in, ("linear_z", "linear_mixed", "linear_dt"), 1
-        yield names.space_o, ("o_proj",), 1
+        yield names.space_o, ("linear_o" if base.has_both else "o_proj",), 1
         return
     (o,) = names.linear_o
     yield o, ("o_proj",), 1

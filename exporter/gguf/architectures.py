@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.gguf import dense, gemma4, recent, reranker, states
+from onnxport.exporter.gguf import dense, gemma3n, gemma4, recent, reranker, states
 from onnxport.exporter.gguf.common import (
     LAYER_NORM,
     RMS_NORM,
@@ -325,8 +325,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "exaone": Architecture(_llama),
     "exaone-moe": Architecture(recent.exaone_moe),
     "exaone4": Architecture(recent.exaone4),
+    "falcon-h1": Architecture(states.falcon_h1),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
+    "gemma3n": Architecture(gemma3n.gemma3n),
     "gemma4": Architecture(gemma4.gemma4),
     "glm4": Architecture(dense.glm4),
     "glm4moe": Architecture(_glm4_moe),

@@ -27,7 +27,7 @@ def gemma4(facts: Facts) -> Values:
     meta = facts.metadata
     layers = facts.num_layers()
     slides = facts.by_layer("attention.sliding_window_pattern", layers)
-    shared = _shared_layers(facts, layers)
+    shared = shared_layers(facts, layers)
     own = [layer for layer in range(layers - shared) if not slides[layer]]
     return {
         "architectures": ["Gemma4ForCausalLM"],
@@ -51,7 +51,7 @@ def gemma4(facts: Facts) -> Values:
     }
 
 
-def _shared_layers(facts: Facts, layers: int) -> int:
+def shared_layers(facts: Facts, layers: int) -> int:
     """The last layers, which have keys and values of others.
 
     Raises:

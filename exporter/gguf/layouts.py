@@ -89,7 +89,29 @@ _BLOCKS: Final[Mapping[str, Any]] = {
     "expert_gate_up": ("ffn_up_exps.weight",),
     "shared_gate_up": ("ffn_up_shexp",),
 }
+_LAYER_INPUTS: Final[Mapping[str, Any]] = {
+    "layer_inputs": "per_layer_token_embd.weight",
+    "layer_inputs_product": "per_layer_model_proj",
+    "layer_inputs_norm": "per_layer_proj_norm.weight",
+    "layer_input_gate": "inp_gate",
+    "layer_input_out": "proj",
+    "layer_input_norm": "post_norm.weight",
+}
+_GEMMA3N: Final[Mapping[str, Any]] = {
+    **_LAYER_INPUTS,
+    "altup_start": "altup_proj",
+    "altup_merge": "altup_unembd_proj",
+    "altup_router": "altup_router",
+    "altup_router_norm": "altup_router_norm.weight",
+    "altup_predict": "altup_predict_coef",
+    "altup_correct": "altup_correct_coef",
+    "altup_scale": "altup_correct_scale.weight",
+    "laurel_left": "laurel_l",
+    "laurel_right": "laurel_r",
+    "laurel_norm": "laurel_post_norm.weight",
+}
 _GEMMA4: Final[Mapping[str, Any]] = {
+    **_LAYER_INPUTS,
     "shared_gate_up": LAYOUT.gate_up,
     "shared_down": LAYOUT.down,
     "router_norm": "ffn_gate_inp.scale",
@@ -98,12 +120,6 @@ _GEMMA4: Final[Mapping[str, Any]] = {
     "shared_out_norm": "post_ffw_norm_1.weight",
     "expert_scales": "ffn_down_exps.scale",
     "layer_scale": "layer_output_scale.weight",
-    "layer_inputs": "per_layer_token_embd.weight",
-    "layer_inputs_product": "per_layer_model_proj",
-    "layer_inputs_norm": "per_layer_proj_norm.weight",
-    "layer_input_gate": "inp_gate",
-    "layer_input_out": "proj",
-    "layer_input_norm": "post_norm.weight",
 }
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -118,6 +134,8 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "latent_kv_norm": "attn_kv_a_norm.weight",
         "latent_apart": ("attn_k_b", "attn_v_b"),
     },
+    "falcon-h1": {**_SPACES, "post_norm": "ffn_norm"},
+    "gemma3n": _GEMMA3N,
     "gemma4": _GEMMA4,
     "glm4moe": {"post_norm": "post_attention_norm.weight"},
     "gpt-oss": {

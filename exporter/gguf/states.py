@@ -16,7 +16,7 @@ from onnxport.exporter.gguf.common import (
     multiplied,
 )
 from onnxport.exporter.gguf.facts import Facts
-from onnxport.exporter.gguf.layouts import CORRECTION
+from onnxport.exporter.gguf.layouts import CORRECTION, SPACE_NORM
 
 _EVERY: Final = 4  # layers, of which the last one has attention, where a file does not say it
 _FULL: Final = "full_attention"
@@ -160,15 +160,33 @@ def _mamba(facts: Facts) -> Values:
             f"{meta.path}: {meta.name('ssm.inner_size')} is {inner}; supported is a multiple of "
             f"{hidden}, the width of the model."
         )
+    return _space_sizes(facts) | {"mamba_expand": inner // hidden}
+
+
+def _space_sizes(facts: Facts) -> Values:
     return {
         "mamba_n_heads": facts.count("ssm.time_step_rank"),
         "mamba_d_head": _head_size(facts),
-        "mamba_expand": inner // hidden,
         "mamba_n_groups": facts.count("ssm.group_count"),
         "mamba_d_state": facts.count("ssm.state_size"),
         "mamba_d_conv": facts.count("ssm.conv_kernel"),
         "mamba_conv_bias": _has_conv_bias(facts),
     }
+
+
+def falcon_h1(facts: Facts) -> Values:
+    """Falcon-H1, whose multipliers are in weights; without an output the head is the embedding."""
+    values = common(facts, "FalconH1ForCausalLM")
+    inner = facts.count("ssm.inner_size")
+    return (
+        values
+        | _space_sizes(facts)
+        | {
+            "mamba_d_ssm": inner,
+            "mamba_rms_norm": any(name.endswith(SPACE_NORM) for name in facts.shapes),
+            "mamba_norm_before_gate": False,
+        }
+    )
 
 
 def nemotron_h(facts: Facts) -> Values:

@@ -47,6 +47,11 @@ def tell_hidden_states(
     """
     if not layers and not final:
         return PassResult("hidden_states", model, {})
+    if layers and spec.altup is not None:
+        raise ArtifactError(
+            f"hidden_states: a model of the family {spec.family} has {spec.altup.streams} residual "
+            "streams, and what reads the states of layers wants one; use it without"
+        )
     if layers and spec.residual_scale is not None and spec.stream_scale is None:
         raise ArtifactError(
             f"hidden_states: this artifact of the family {spec.family} was written by an exporter "

@@ -25,7 +25,10 @@ class _Names:
 
     def of_layer(self, base: ArchSpec, layer: int) -> _Modules:
         """Those that a layer has, experts aside."""
-        mixer = self.state if base.is_linear(layer) else self.attention
+        mixer = {
+            **(self.attention if base.has_attention(layer) else {}),
+            **(self.state if base.is_linear(layer) else {}),
+        }
         own = projection_shapes(base, layer).keys()
         return {
             name: projections
@@ -122,6 +125,11 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "bamba": _Names(
         attention=_ATTENTION,
         state=_SPACE,
+        feed_forward={f"feed_forward.{name}": (name,) for name in PROJECTIONS[4:]},
+    ),
+    "falcon_h1": _Names(
+        attention=_ATTENTION,
+        state={**_SPACE, "mamba.out_proj": ("linear_o",)},
         feed_forward={f"feed_forward.{name}": (name,) for name in PROJECTIONS[4:]},
     ),
     "nemotron_h": _Names(

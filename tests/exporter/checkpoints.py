@@ -66,6 +66,22 @@ GEMMA4: Mapping[str, Any] = {
     "rms_norm_eps": 0.05,  # so that each norm's tells
     "tie_word_embeddings": True,
 }
+GEMMA3N: Mapping[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB,
+    "laurel_rank": 32,
+    "final_logit_softcapping": 8.0,
+    "rms_norm_eps": 0.05,  # so that each norm's tells
+    "tie_word_embeddings": True,
+}
+# Large enough that coefficients of streams differ, and for scores, which are not scaled.
+OF_GEMMA3N: Mapping[str, float] = {
+    "router_norm.weight": 4.0,
+    "correct_output_scale": 1.0,
+    "q_norm.weight": 0.25,
+}
 GPT_OSS_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -260,6 +276,33 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
         inside="gemma3",
+    ),
+    "gemma3n": Case(  # layers read the K/V of others, gates are cut off, tokens lack inputs
+        "gemma3n_text",
+        {
+            **GEMMA3N,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.6, 0.8, 0.0, 0.7],
+            "vocab_size_per_layer_input": VOCAB - 30,
+        },
+        torch.bfloat16,
+        centres=OF_GEMMA3N,
+    ),
+    "gemma3n-plain": Case(  # another stream is the active one, and nothing is shared or cut off
+        "gemma3n_text",
+        {
+            **GEMMA3N,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
+        centres=OF_GEMMA3N,
     ),
     "gemma4": Case(  # as 31B: heads of two sizes, keys that are values, windows
         "gemma4_text",
@@ -1079,6 +1122,48 @@ SPACES: Mapping[str, Case] = {
         },
     ),
 }
+
+_FALCON_H1: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "rms_norm_eps": 0.05,
+    "pad_token_id": 0,
+    # Each another number, so that each tells.
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.4,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.5,
+    "mlp_multipliers": [0.8, 0.45],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 1.2, 0.75, 0.85, 1.4],
+}
+# Models with attention and a state space in every layer.
+BOTH: Mapping[str, Case] = {
+    "falcon-h1": Case("falcon_h1", _FALCON_H1, torch.bfloat16),
+    "falcon-h1-norm": Case(  # which published ones may have, and of which some have one group
+        "falcon_h1",
+        {
+            **_FALCON_H1,
+            "mamba_d_ssm": None,
+            "mamba_expand": 2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+SPACES = {**SPACES, **BOTH}
 
 _CONV = "conv"
 _SHORT_CONV: Mapping[str, Any] = {

@@ -106,6 +106,16 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"expert_gating_func": 2, "expert_feed_forward_length": 32},
     "gemma2": {"attention.sliding_window": 8},
     "gemma3": {"attention.sliding_window": 8},
+    "falcon-h1": {**SPACES, "attention.head_count_kv": 4},
+    "gemma3n": {
+        "activation_sparsity_scale": [1.5, float("-inf")],
+        "altup.active_idx": 0,
+        "altup.num_inputs": 4,
+        "attention.shared_kv_layers": 0,
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [True, False],
+        "embedding_length_per_layer_input": 16,
+    },
     "gemma4": {
         "attention.head_count_kv": 4,
         "attention.sliding_window": 8,
@@ -135,6 +145,10 @@ WITH_EXPERTS = (
     *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
     *("ernie4_5-moe", "nemotron_h_moe", "qwen3next"),
 )
+# Tensors whose sizes are read.
+SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+    "gemma3n": {"per_layer_token_embd.weight": (90, 32), "blk.0.laurel_l.weight": (24, 64)}
+}
 # Small tensors.
 NUMBERS: Mapping[str, Mapping[str, list[float]]] = {
     "gemma4": {"rope_freqs.weight": [1.0] * 2 + [float(np.float32(1e30))] * 6}
@@ -156,6 +170,7 @@ def facts(
     layers = [f"blk.{layer}.attn_norm.weight" for layer in range(own["block_count"])]
     shapes = {"token_embd.weight": (100, 64)}
     shapes |= dict.fromkeys((*layers, *tensors, *found), (1,))
+    shapes |= SHAPES.get(architecture, {})
     if "expert_count" in own:
         shapes["blk.1.ffn_gate_inp.weight"] = (own["expert_count"], 64)
     return Facts(metadata, shapes, found.get)

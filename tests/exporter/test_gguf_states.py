@@ -1,12 +1,14 @@
-"""What metadata of GGUF files mean of models with state spaces, and of Gemma 4."""
+"""What metadata of GGUF files mean of models with state spaces, and of Gemma 3n and 4."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.graphs.altup_spec import AltUpSpec
 from onnxport.graphs.linear_spec import StateSpaceSpec
 from tests.exporter.test_gguf_config import facts, spec
 
@@ -106,3 +108,34 @@ def test_what_layers_of_gemma_4_share() -> None:
             spec(facts("gemma4", **keys | {"attention__shared_kv_layers": shared}))
     with pytest.raises(UnsupportedModelError, match="dimension_count_swa is 8"):
         spec(facts("gemma4", rope__dimension_count_swa=8))
+
+
+def test_what_is_gated_in_falcon_h1() -> None:
+    """A norm where there is one, behind the gate; and states of any width."""
+    plain, normed = spec(facts("falcon-h1")), spec(facts("falcon-h1", "blk.0.ssm_norm.weight"))
+    for read, without in ((plain, True), (normed, None)):
+        assert read.has_both
+        assert isinstance(read.linear, StateSpaceSpec)
+        assert read.linear.without_norm is without
+    odd = spec(facts("falcon-h1", ssm__inner_size=80)).linear
+    assert isinstance(odd, StateSpaceSpec)
+    assert (odd.heads, odd.head_size) == (4, 20)
+
+
+def test_streams_of_gemma_3n() -> None:
+    read = spec(facts("gemma3n"))
+    assert read.altup == AltUpSpec(streams=4, active=0, scaled=True, laurel_rank=24)
+    assert (read.layer_input_size, read.layer_input_rows) == (16, 90)
+    assert read.gate_cutoffs is not None
+    assert read.gate_cutoffs[1] is None
+    assert read.gate_cutoffs[0] == pytest.approx(1.5, abs=1e-6)
+    assert read.sliding_window == (8, None)
+    for scales in ([1.5], [float("nan"), 0.0], [float("inf"), 0.0], [True, False]):
+        with pytest.raises(CheckpointError, match="activation_sparsity_scale"):
+            spec(facts("gemma3n", activation_sparsity_scale=scales))
+    found = facts("gemma3n")
+    shapes = {key: one for key, one in found.shapes.items() if "laurel" not in key}
+    with pytest.raises(CheckpointError, match=r"lacks blk\.0\.laurel_l\.weight"):
+        spec(replace(found, shapes=shapes))
+    with pytest.raises(UnsupportedModelError, match="one number for all layers"):
+        spec(facts("gemma3n", feed_forward_length=[96, 128]))

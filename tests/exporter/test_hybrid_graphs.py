@@ -72,6 +72,7 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
         *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
         *(("granite-4", "int4"), ("granite-4-dense", "fp16"), ("bamba-biases", "int8")),
         *(("nemotron-h", "int4"), ("nemotron-h-biases", "fp16")),
+        *(("falcon-h1", "int4"), ("falcon-h1-norm", "int8"), ("falcon-h1", "fp16")),
         *(("lfm2", "int4"), ("lfm2-biases", "fp16"), ("lfm2-moe", "int4")),
     ],
 )

@@ -35,6 +35,7 @@ FAST = {
     "gemma2",
     "gemma3",
     "gemma3-images",
+    "gemma3n",
     "gemma4",
     "gemma4-images",
     "gemma4-moe",

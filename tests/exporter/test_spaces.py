@@ -80,7 +80,9 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
     config.save_pretrained(tmp_path)
     spec = configs.spec_of(Config.read(tmp_path))
     kinds = [one for one in config.layers_block_type if one != "mlp"]
-    assert spec.linear_layers == tuple(i for i, one in enumerate(kinds) if "linear" in one)
+    assert spec.linear_layers == tuple(
+        i for i, one in enumerate(kinds) if "linear" in one or one == "hybrid"
+    )
     written = json.loads(config.to_json_string(use_diff=False))
     again = configs.read({key: one for key, one in written.items() if key != "_name_or_path"})
     assert again == spec

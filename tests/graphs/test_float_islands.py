@@ -149,6 +149,44 @@ def test_what_is_no_cap_of_logits_changes_its_type() -> None:
     assert float_islands(model) == []
 
 
+def cut_off(middle: Callable[[GraphBuilder, str], str] | None = None) -> onnx.ModelProto:
+    """What is more than half a deviation above the mean, of float32."""
+    g = GraphBuilder("test")
+    x = g.input("x", FLOAT, ["n", 64])
+    g.output("y", FLOAT, ["n", 64])
+    values = ops.above_deviations(g, x, 0.5, FLOAT)
+    values = middle(g, values) if middle else values
+    g.node("Mul", [values, x], outputs=["y"], name="gated")
+    return g.build()
+
+
+def test_deviations_are_of_float32() -> None:
+    """Squares of these are more than float16 holds."""
+    random = np.random.default_rng(0)
+    x = (random.standard_normal((5, 64)) * 400 + 1000).astype(np.float16)
+    half = retype(cut_off(), numpy_helper.to_array, "float16")
+    assert half.changes["parts kept in float32"] == 1
+    expected = np.maximum(
+        x.astype(np.float32)
+        - x.mean(-1, keepdims=True, dtype=np.float32)
+        - 0.5 * x.std(-1, keepdims=True, dtype=np.float32),
+        0,
+    )
+    (node,) = [one for one in half.model.graph.node if one.op_type == "Relu"]
+    half.model.graph.output.append(helper.make_tensor_value_info(node.output[0], FLOAT, ["n", 64]))
+    _, above = run(half.model, x)
+    np.testing.assert_allclose(above, expected, atol=1e-2)
+    assert retype(half.model, numpy_helper.to_array, "float16").model == half.model
+
+
+@pytest.mark.parametrize(("old", "new"), [("Sqrt", "Exp"), ("ReduceMean", "ReduceMax")])
+def test_what_cuts_nothing_off_by_deviations_is_none(old: str, new: str) -> None:
+    model = cut_off()
+    assert len(float_islands(model)) == 1
+    next(node for node in model.graph.node if node.op_type == old).op_type = new
+    assert float_islands(model) == []
+
+
 def replaced(made: Layer, old: str, new: str) -> onnx.ModelProto:
     (node,) = [node for node in made.model.graph.node if node.op_type == old]
     node.op_type = new

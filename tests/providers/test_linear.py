@@ -37,6 +37,7 @@ KINDS: tuple[Attention, ...] = ("custom", "decomposed")
 CASES = (
     *("qwen3.5", "qwen3.5-tied", "qwen3-next", "qwen3-next-dense-layers"),
     *("granite-4", "granite-4-dense", "bamba", "nemotron-h", "nemotron-h-biases"),
+    "falcon-h1",
     *UNGATED_EXPERTS,
 )
 
@@ -95,6 +96,7 @@ def test_logits_are_transformers(made: Maker, case: str, attention: Attention) -
         ("nemotron-h", "int4"),
         ("nemotron-3", "int4"),
         ("nemotron-3-groups", "fp32"),
+        ("falcon-h1", "int4"),
         ("granite-4-dense", "fp32"),  # where no rounding to int8 hides a last bit
     ],
 )

@@ -104,6 +104,7 @@ def test_logits_are_the_references(find: Finder, provider: str, case: str) -> No
     [
         ("cuda", "granite-4"),
         ("migraphx", "nemotron-h"),
+        pytest.param("webgpu", "falcon-h1", marks=pytest.mark.slow),
         ("cuda", "nemotron-3"),
         ("webgpu", "nemotron-3-groups"),
     ],

@@ -77,7 +77,10 @@ def test_logits_are_the_references(find: Finder, case: str) -> None:
                     np.testing.assert_allclose(found, wanted, atol=1e-4 * wanted.std(), rtol=0)
 
 
-@pytest.mark.parametrize("case", ["granite-4", "nemotron-3"])
+SLOW = pytest.param("falcon-h1-norm", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", ["granite-4", "nemotron-3", SLOW])
 def test_state_spaces(case: str, tmp_path: Path) -> None:
     """Which have no delta rule."""
     peer = checkpoints.make({**SPACES, **UNGATED_EXPERTS}[case], tmp_path / "checkpoint")

@@ -38,7 +38,7 @@ OPENVINO = pytest.mark.skipif(
 CASES = {**HYBRID, **SPACES, **SHORT_CONV, **UNGATED_EXPERTS}
 FAMILIES = (
     *("qwen3.5", "qwen3.5-images", "qwen3.5-moe", "qwen3-next", "qwen3-next-dense-layers"),
-    *("granite-4", "granite-4-dense", "bamba-biases"),
+    *("granite-4", "granite-4-dense", "bamba-biases", "falcon-h1"),
     *("nemotron-h", "nemotron-h-biases", "nemotron-3", "lfm2-biases", "lfm2-moe"),
 )
 EXACT: Mapping[str, Any] = {"matmul_accuracy_level": 1}

@@ -59,6 +59,7 @@ MODELS: Mapping[str, Model] = {  # one of each way in which tensors are made of 
     "granite-4-attention": STATES["granite-4-attention"],
     "granite-4-dense": STATES["granite-4-dense"],
     "bamba": STATES["bamba"],
+    "falcon-h1": STATES["falcon-h1"],
     "lfm2-moe": STATES["lfm2-moe"],
     "nemotron-h": STATES["nemotron-h"],
     "nemotron-3": STATES["nemotron-3"],
@@ -69,6 +70,9 @@ MODELS: Mapping[str, Model] = {  # one of each way in which tensors are made of 
 }
 
 LEFT_OUT = ("in_proj_qkvz",)  # which the converter cannot split
+# What it cannot multiply with several numbers, and how exact it is where it multiplies with one.
+LEFT_OUT_OF: Mapping[str, tuple[str, ...]] = {"falcon-h1": ("mamba.in_proj",)}
+ERRORS: Mapping[str, float] = {"falcon-h1": 1e-6}
 
 
 def written(model: Model, folder: Path) -> tuple[ArchSpec, AdapterContent]:
@@ -80,7 +84,7 @@ def written(model: Model, folder: Path) -> tuple[ArchSpec, AdapterContent]:
     tensors = {
         name: one
         for name, one in trained(made, spec, seed=0).items()
-        if not any(part in name for part in LEFT_OUT)
+        if not any(part in name for part in (*LEFT_OUT, *LEFT_OUT_OF.get(model.case, ())))
     }
     content = saved(folder / "peft", made, spec, tensors)
     if model.without:
@@ -98,8 +102,8 @@ def test_content(tmp_path: Path, name: str) -> None:
     hparams = MODELS[name].published
     path = convert_adapter(folder, base, tmp_path / "adapter.gguf", hparams=hparams)
     found = read_adapter(path, spec)
-    check_same(found.adapter, expected.adapter)
-    assert found.fingerprint == expected.fingerprint
+    check_same(found.adapter, expected.adapter, ERRORS.get(name, 0.0))
+    assert (found.fingerprint == expected.fingerprint) is (name not in ERRORS)
 
 
 def test_weights_lie_as_what_is_added_to_them(tmp_path: Path) -> None:

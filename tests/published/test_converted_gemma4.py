@@ -17,6 +17,7 @@ from tests.tiers import every
 pytestmark = needs_llama_cpp
 
 MODELS: Mapping[str, Model] = {
+    "gemma3n": Model("gemma3n", {"vocab_size_per_layer_input": VOCAB}),
     "gemma4": Model("gemma4"),
     "gemma4-shared": Model("gemma4-shared"),
     "gemma4-windows": Model("gemma4-windows"),

@@ -40,6 +40,10 @@ MODELS: Mapping[str, Model] = {
     "bamba-biases": Model(
         "bamba-biases", {**WIDE, "attn_layer_indices": [1]}, {"attn_rotary_emb": 16}
     ),
+    "falcon-h1": Model("falcon-h1", {"head_dim": 16}),
+    "falcon-h1-norm": Model(  # multipliers of both ends of a tied model would be in one table
+        "falcon-h1-norm", {"mamba_d_ssm": 128, "tie_word_embeddings": False}
+    ),
     "lfm2": Model("lfm2", HEADS),
     "lfm2-moe": Model("lfm2-moe", {**HEADS, "routed_scaling_factor": 1.0}),
     "nemotron-h": Model(
