@@ -204,7 +204,7 @@ template <bool kHasDeltaRule>
 static void update_head(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
   const DeltaHead of{net, tokens, rows.head, rows.head / (net.value_heads / net.key_heads)};
   const int64_t size = net.key_size;
-  if (rows.token_begin == rows.token_end)
+  if (rows.token_begin == rows.token_end && rows.from != rows.to)
     memcpy(rows.to, rows.from,
            static_cast<size_t>((rows.row_end - rows.row_begin) * size) * sizeof(float));
   const float* from = rows.from;
