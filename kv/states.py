@@ -1,15 +1,16 @@
 """The slots for states of sequences: which are free, who holds the others, what a step writes.
 
-A state is what layers without keys and values know of all tokens of a sequence so far. It is never
-changed once it has been committed: a step reads the slot that a sequence holds and writes another
-one, which the sequence holds from then on. So a step that fails can be run again, sequences that
-have begun alike can hold one slot, and a state can be kept for those that will begin so.
+A state is what layers without keys and values know of all tokens of a sequence so far. A step reads
+the slot that a sequence holds and writes another one, which the sequence holds from then on. So a
+step that fails can be run again, sequences that have begun alike can hold one slot, and a state can
+be kept for those that will begin so. Where none of this is wanted, a step may write the slot that
+it reads: half the memory, and half of what goes to it and comes from it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +25,14 @@ class StateStep:
     """The slots of one step, row by row, which it owns until it is committed or rolled back."""
 
     reads: tuple[int, ...]
-    writes: tuple[int, ...]  # distinct ones, which nobody else owns
+    # Distinct ones, which nobody else owns; a row in place writes what it reads, and no other does.
+    writes: tuple[int, ...]
+
+    @property
+    def in_place(self) -> tuple[int, ...]:
+        """The rows whose state is lost if the step fails."""
+        both = zip(self.reads, self.writes, strict=True)
+        return tuple(row for row, (read, write) in enumerate(both) if read == write)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +61,26 @@ class StatePool:
     released one first; then the kept ones, the longest unused first.
     """
 
-    __slots__ = ("_blank", "_by_key", "_kept", "_keys", "_refs", "num_slots")
+    __slots__ = (
+        "_blank",
+        "_by_key",
+        "_kept",
+        "_keys",
+        "_refs",
+        "in_place",
+        "max_kept",
+        "num_slots",
+    )
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(
+        self, num_slots: int, *, in_place: bool = False, max_kept: int | None = None
+    ) -> None:
         """Begin with all slots free.
+
+        Args:
+            num_slots: that there are.
+            in_place: whether a step may write what it reads.
+            max_kept: free slots that keep their key at most; None: as many as there are.
 
         Raises:
             CapacityError: not even one sequence can run.
@@ -68,6 +92,8 @@ class StatePool:
                 "them more memory"
             )
         self.num_slots = num_slots
+        self.in_place = in_place
+        self.max_kept = max_kept
         self._refs = [0] * (num_slots + 1)
         self._keys: list[bytes | None] = [None] * (num_slots + 1)
         self._by_key: dict[bytes, Kept] = {}
@@ -121,6 +147,7 @@ class StatePool:
                     self._blank.append(slot)
                 else:
                     self._kept[slot] = None
+                    self._forget_beyond(self.max_kept)
         return NO_TOKENS
 
     def register(self, slot: int, key: bytes, *, stays: bool = False) -> Kept:
@@ -181,18 +208,31 @@ class StatePool:
         for key in list(self._by_key):
             self.hide(key)
 
-    def reserve(self, reads: Sequence[int]) -> StateStep:
+    def reserve(self, reads: Sequence[int], losable: Collection[int] = ()) -> StateStep:
         """Own what each row of a step reads, and take a slot for it to write.
 
         Callers look at `num_sequences` before; asking for more than are free is a bug of theirs.
 
         Args:
             reads: slots that are used or have a key, or NO_TOKENS.
+            losable: rows that read what their sequence owns and can do without, should the step
+                fail. They write it in place if nobody else owns or reads it, and it is not kept.
         """
+        times = Counter(reads)
+        alone = {
+            row
+            for row in losable
+            if self.in_place and self._refs[reads[row]] == 1 and times[reads[row]] == 1
+        }
         for slot in reads:
             self.share(slot)
         assert len(reads) <= self.num_free, f"{len(reads)} rows, {self.num_free} slots free"
-        return StateStep(tuple(reads), tuple(self._allocate() for _ in reads))
+        for row in self._kept_of(reads, sorted(alone)):
+            alone.remove(row)
+        writes = (
+            self.share(slot) if row in alone else self._allocate() for row, slot in enumerate(reads)
+        )
+        return StateStep(tuple(reads), tuple(writes))
 
     def commit(self, step: StateStep) -> None:
         """The step ran: what it wrote is whoever's it was for, and it lets go of what it read."""
@@ -222,11 +262,45 @@ class StatePool:
             assert (slot in blank) == (refs == 0 and key is None), f"slot {slot}: blank?"
             assert (slot in self._kept) == (refs == 0 and key is not None), f"slot {slot}: kept?"
             assert key is None or self._by_key[key].slot == slot, f"slot {slot}: key"
+        assert self.max_kept is None or len(self._kept) <= self.max_kept, "too many are kept"
         assert len(self._by_key) == sum(key is not None for key in self._keys), "a stray key"
 
     def _has(self, kept: Kept) -> bool:
         """Whether it can be found; its slot may have been handed out, and be another state."""
         return self._by_key.get(kept.key) is kept
+
+    def _kept_of(self, reads: Sequence[int], alone: Iterable[int]) -> list[int]:
+        """Return those of some rows whose states are kept, as many as may be; others lose the key.
+
+        They go before what is kept already, but of those that others only pass by there are never
+        more than half, for the many rows of a step would leave nothing of what stays.
+        """
+        keyed = [(row, kept) for row in alone if (kept := self._kept_in(reads[row])) is not None]
+        if self.max_kept is None or not keyed:
+            return [row for row, _ in keyed]
+        passed = (kept for kept in map(self._kept_in, self._kept) if kept is not None)
+        room = max(1, self.max_kept // 2) - sum(not kept.stays for kept in passed)
+        found: list[int] = []
+        for row, kept in keyed:
+            if len(found) < self.max_kept and (kept.stays or room > 0):
+                found.append(row)
+                room -= not kept.stays
+            else:
+                self.hide(kept.key)
+        self._forget_beyond(self.max_kept - len(found))
+        return found
+
+    def _kept_in(self, slot: int) -> Kept | None:
+        """Return what is found in a slot."""
+        key = self._keys[slot]
+        return None if key is None else self._by_key[key]
+
+    def _forget_beyond(self, max_kept: int | None) -> None:
+        """Take their keys from free slots until no more than so many have one."""
+        while max_kept is not None and len(self._kept) > max_kept:
+            oldest = self._kept_in(next(iter(self._kept)))
+            assert oldest is not None
+            self.hide(oldest.key)
 
     def _forget(self, slot: int) -> None:
         """Take its key from a slot."""

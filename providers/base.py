@@ -323,6 +323,8 @@ class Capabilities:
     # is slot 0.
     state_slots: int = 0
     state_bytes: int = 0  # of one slot over all layers that have states; 0 without slots
+    # Whether a row may write the slot that it reads, and slots take memory when first written.
+    host_states: bool = False
 
     @property
     def kv_tokens(self) -> int:
@@ -366,7 +368,8 @@ class StepInputs:
     hidden_states: NDArray[np.float32] | None = None
     # [batch], slots of states: the one that a row goes on from, 0 where it begins, and the one that
     # it leaves its state in after its last token. The latter are distinct, none is 0, and none is
-    # read by any row of the step. None where `Capabilities.state_slots` is 0.
+    # read by any row of the step, but where `Capabilities.host_states` by the one that writes it.
+    # None where `Capabilities.state_slots` is 0.
     state_reads: NDArray[np.int32] | None = None
     state_writes: NDArray[np.int32] | None = None
     # Of a draft head alone, and of each of them: `contract` says what they are.

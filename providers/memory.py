@@ -164,7 +164,7 @@ def _processor(path: Path) -> int:
 
 
 def huge_page_zeros(
-    shape: tuple[int, ...], dtype: DTypeLike, *, small_bytes: int = 0
+    shape: tuple[int, ...], dtype: DTypeLike, *, small_bytes: int = 0, lead_bytes: int = 0
 ) -> NDArray[np.generic]:
     """A zeroed array on huge pages where the system has them.
 
@@ -176,6 +176,7 @@ def huge_page_zeros(
         dtype: of the array.
         small_bytes: so much at the start has small pages, a multiple of their size: for arrays of
             which there are many, and often only little is used.
+        lead_bytes: so much lies before the first huge page's place, which is for what follows.
     """
     wanted = np.dtype(dtype)
     count = int(np.prod(shape))
@@ -186,7 +187,8 @@ def huge_page_zeros(
     # that has room for one begins where one does.
     extra = HUGE_PAGE if size >= HUGE_PAGE else 0
     region = mmap.mmap(-1, size + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -np.frombuffer(region, np.uint8, 1).ctypes.data % HUGE_PAGE if extra else 0
+    address = np.frombuffer(region, np.uint8, 1).ctypes.data
+    start = -(address + lead_bytes) % HUGE_PAGE if extra else 0
     if hasattr(mmap, "MADV_HUGEPAGE") and size > small_bytes:
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             region.madvise(mmap.MADV_HUGEPAGE, start + small_bytes, size - small_bytes)

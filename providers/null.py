@@ -51,6 +51,7 @@ class NullOptions:
     takes_exact_logits: bool = False
     rounds_anew: bool = False  # that it says so of itself
     state_slots: int = 0  # see Capabilities
+    host_states: bool = False  # likewise
     final_features: int = 0  # numbers of each token that it tells, hashes as the logits are
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
@@ -115,6 +116,7 @@ class NullModel:
             int8_products=options.int8_products,
             state_slots=options.state_slots,
             state_bytes=STATE_BYTES if options.state_slots else 0,
+            host_states=options.host_states,
             features=options.final_features,
             final_features=options.final_features,
         )

@@ -351,7 +351,8 @@ class Engine:
         """Compute one batch; returns what it added to each sequence, without the text.
 
         A sequence is in the result when it got a token or ended. When the model or the sampler
-        fails, the step leaves no trace. Its requests are then tried in halves, until the one that
+        fails, the step leaves no trace, but that requests whose states it wrote in place are
+        computed again from their tokens. Its requests are then tried in halves, until the one that
         makes it fail is alone: that one ends with "error", and all others go on. When the device
         is lost, a fallback takes over and computes all requests again from their tokens; without
         one they end with "error", and the engine has failed.
@@ -428,7 +429,8 @@ class Engine:
             prepared_s = self._clock()  # blocks may have been saved
             drawn, scores, arrived = self._compute(plan, inputs)
         except BaseException as error:
-            self._scheduler.rollback(reservation)
+            yielded = self._scheduler.rollback(plan, reservation)
+            self._sequences.note_preempted(yielded, self._clock())
             if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
                 raise
             return self._recovery.fail(plan, error)

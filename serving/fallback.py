@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from onnxport.providers.base import Capabilities, Model
+from onnxport.serving.linear_attention import most_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ def describe(loaded: Capabilities) -> str:
     if loaded.state_slots:
         size = loaded.state_bytes / 2**20
         states = f", room for {loaded.state_slots} states of sequences, {size:.1f} MiB each"
+        if (kept := most_kept(loaded)) is not None:
+            states += f", at most {kept} of them kept for prefixes"
     groups = f" for {len(loaded.windows)} groups of layers" if len(loaded.windows) > 1 else ""
     return (
         f"{loaded.provider} on {loaded.device}{' (emulated)' if loaded.emulated else ''}: "

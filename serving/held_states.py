@@ -26,10 +26,23 @@ class HeldStates:
         self._block_size = block_size
 
     def reserve(self, plan: StepPlan) -> StateStep | None:
-        """Take a state to write for each row of a plan, and own what it reads."""
+        """Take a state to write for each row of a plan, and own what it reads.
+
+        A row may lose its state with the step, and is computed again then, unless it has guesses,
+        which may be wrong, or one of the step's requests has lost one before: that would go on for
+        ever if it is one that makes steps fail.
+        """
         if self._pool is None:
             return None
-        return self._pool.reserve([self._before(plan, row) for row in range(len(plan.requests))])
+        losable: list[int] = []
+        if not any(request.keeps_state for request in plan.requests):
+            losable = [
+                row
+                for row in range(len(plan.requests))
+                if row not in plan.shared and row not in plan.drafts
+            ]
+        reads = [self._before(plan, row) for row in range(len(plan.requests))]
+        return self._pool.reserve(reads, losable)
 
     def rollback(self, step: StateStep | None) -> None:
         """Give the states of a step back; its requests hold what they held."""

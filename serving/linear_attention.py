@@ -12,12 +12,28 @@ from typing import Final
 
 from onnxport.errors import OptionError
 from onnxport.kv.states import SLOTS_PER_SEQUENCE, StatePool
+from onnxport.providers.base import Capabilities
 from onnxport.serving.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 # States that are kept for requests that will begin alike, while as many sequences run as may.
 KEPT_STATES: Final = 8
+
+# Likewise of those in host memory, however little the KV cache has.
+LEAST_KEPT: Final = 2
+
+
+def most_kept(limits: Capabilities) -> int | None:
+    """Return how many states are kept at most that nobody holds; None: as many as fit.
+
+    In host memory, which a slot takes when it is first used, they get as much as K/V: a prefix is
+    of no use without either.
+    """
+    if not limits.host_states:
+        return None
+    cache_bytes = limits.num_blocks * limits.kv_block_bytes
+    return max(LEAST_KEPT, cache_bytes // limits.state_bytes)
 
 
 def slots_wanted(config: EngineConfig) -> int:

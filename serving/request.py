@@ -73,6 +73,8 @@ class Request:
         table: the KV blocks of `tokens[:num_computed_tokens]`, and of a step in flight.
         state: the slot of the state after these tokens, `kv.states.NO_TOKENS` while there are none;
             that always of a model without states. The scheduler's own.
+        keeps_state: whether steps leave the state that they read as it is, for one that did not has
+            failed. The scheduler's own.
         kept: its latest state on its way that can be found, which the next one replaces; None:
             there is none. The scheduler's own.
         keys: names the content of the blocks; None without prefix caching.
@@ -118,6 +120,7 @@ class Request:
         "forked",
         "grammar",
         "index",
+        "keeps_state",
         "kept",
         "keys",
         "likeliest",
@@ -217,6 +220,7 @@ class Request:
         self.adapter = adapter
         self.table = BlockTable()
         self.state = NO_TOKENS
+        self.keeps_state = False
         self.kept: Kept | None = None
         self.keys = keys
         self.forked = False

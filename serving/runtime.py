@@ -22,7 +22,7 @@ from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.fallback import Loss, Standby, describe
-from onnxport.serving.linear_attention import rows_for
+from onnxport.serving.linear_attention import most_kept, rows_for
 from onnxport.serving.offload import Offloader
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import native_sampler
@@ -259,4 +259,7 @@ def new_pools(model: Model) -> tuple[BlockPool, StatePool | None]:
     """
     limits = model.capabilities
     blocks = BlockPool(limits.num_blocks, limits.block_size, limits.windows)
-    return blocks, StatePool(limits.state_slots) if limits.state_slots else None
+    if not limits.state_slots:
+        return blocks, None
+    kept = most_kept(limits)
+    return blocks, StatePool(limits.state_slots, in_place=limits.host_states, max_kept=kept)

@@ -314,10 +314,25 @@ class Scheduler:
         states = self._states.reserve(plan)
         return reservation if states is None else replace(reservation, states=states)
 
-    def rollback(self, reservation: Reservation) -> None:
-        """Give the step's blocks and states back; its requests are where they were."""
+    def rollback(self, plan: StepPlan, reservation: Reservation) -> list[Request]:
+        """Give the step's blocks and states back; its requests are where they were.
+
+        But nobody knows what is in a state that the step was to write in place. Who held it yields,
+        and no step that it takes part in writes another one so.
+
+        Returns:
+            The requests that yielded.
+        """
         kv.rollback(self._pool, reservation)
-        self._states.rollback(reservation.states)
+        states = reservation.states
+        self._states.rollback(states)
+        lost = [plan.requests[row] for row in states.in_place] if states is not None else []
+        for request in lost:
+            for one in (request,) if request.beams is None else request.beams.slots:
+                one.keeps_state = True
+            if request.running:  # its other beams took it with them, if not
+                self._preempt(request)
+        return lost
 
     def commit(
         self,

@@ -1,9 +1,9 @@
-"""Huge pages for the beginnings of KV caches, once these are in use.
+"""Huge pages for the beginnings of KV caches, and for states, once these are in use.
 
 Each layer's keys and values begin on small pages (`caches.SMALL_BYTES`): most sequences are short,
 and a huge page is made whole. But attention over thousands of tokens reads huge ones faster. Linux
 makes one in place of small ones, with what they hold, whatever is read or written meanwhile
-(MADV_COLLAPSE, since 6.1).
+(MADV_COLLAPSE, since 6.1). Pools of states are on small ones as a whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,18 +52,18 @@ class CachePages:
 
     waits = False
 
-    def __init__(self, caches: Iterable[NDArray[Any]], small_bytes: int) -> None:
+    def __init__(self, caches: Iterable[NDArray[Any]], small_bytes: int | None = None) -> None:
         """Remember where small pages are.
 
         Args:
-            caches: arrays of `memory.huge_page_zeros`; they are not kept alive.
-            small_bytes: at the beginning of each, on small pages.
+            caches: arrays of `memory.huge_page_zeros`, of one size; they are not kept alive.
+            small_bytes: at the beginning of each, on small pages; None: all.
         """
         arrays = list(caches) if can_collapse() else []
         # Sequences fill all caches alike, so that no other one is full before the first.
         self._left = deque(
             _Place(weakref.ref(_owner(array)), array.ctypes.data + offset)
-            for offset in range(0, small_bytes, HUGE_PAGE)
+            for offset in range(0, _small(arrays, small_bytes), HUGE_PAGE)
             for array in arrays
             if offset + HUGE_PAGE <= array.nbytes
         )
@@ -95,7 +95,7 @@ class CachePages:
             self._refused.append(error)
         if self._refused and not self._left:
             logger.info(
-                "Linux refused %d of %d huge pages for KV caches, the last one with: %s",
+                "Linux refused %d of %d huge pages for caches, the last one with: %s",
                 len(self._refused),
                 self._num_places,
                 os.strerror(self._refused[-1]),
@@ -117,6 +117,12 @@ def can_collapse() -> bool:
         return bool(_libc().madvise(None, 0, MADV_COLLAPSE) == 0)
     except (OSError, ValueError, AttributeError):  # not Linux
         return False
+
+
+def _small(arrays: Sequence[NDArray[Any]], small_bytes: int | None) -> int:
+    """How much of each array is on small pages."""
+    most = max((array.nbytes for array in arrays), default=0)
+    return most if small_bytes is None else small_bytes
 
 
 def _owner(array: NDArray[Any]) -> NDArray[Any]:

@@ -125,6 +125,7 @@ class CpuProvider:
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
         caches, blocks = allocate(spec, groups, pool, cache_dtype, layout)
+        pools, matrices = allocate_states(spec, states)
         model = OrtModel(
             session,
             replace(
@@ -132,8 +133,9 @@ class CpuProvider:
                 int8_products=not source.is_exact,
                 state_slots=states.num_slots,
                 state_bytes=states.slot_bytes,
+                host_states=True,
             ),
-            [*_cache_tensors(spec, caches, groups), *allocate_states(spec, states)],
+            [*_cache_tensors(spec, caches, groups), *pools],
             blocks,
             attached,
             adapters=lora.adapters() if lora else None,
@@ -144,8 +146,9 @@ class CpuProvider:
         )
         if kernel is not None:
             arrays = [array for place in caches.values() for array in place]
+            pages = CachePages(arrays, SMALL_BYTES), CachePages(matrices)
             has_planes = model.capabilities.takes_exact_logits
-            settle_later(model, kernel, CachePages(arrays, SMALL_BYTES), has_planes=has_planes)
+            settle_later(model, kernel, pages, has_planes=has_planes)
         return model
 
 

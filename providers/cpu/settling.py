@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -96,14 +96,14 @@ class Planes:
 
 
 def settle_later(
-    model: OrtModel, kernel: Path, caches: CachePages, *, has_planes: bool = False
+    model: OrtModel, kernel: Path, caches: Iterable[CachePages], *, has_planes: bool = False
 ) -> threading.Thread | None:
     """Start a thread that works until there is nothing left to do, or `model` is gone.
 
     Args:
         model: whose steps come first.
         kernel: the operator library that packed its weights.
-        caches: its KV caches' beginnings.
+        caches: its KV caches' beginnings, and its states.
         has_planes: whether its largest logits are found by four bits of the weights.
 
     Returns:
@@ -113,7 +113,7 @@ def settle_later(
     _note(model)
     library = load_library(kernel)
     weights = WeightPages(library)
-    kinds: tuple[Work, ...] = (weights, *((Planes(library),) if has_planes else ()), caches)
+    kinds: tuple[Work, ...] = (weights, *((Planes(library),) if has_planes else ()), *caches)
     if num_weights := len(weights):
         logger.info("%d huge pages of weights are made later, for they take long here", num_weights)
     if not any(map(len, kinds)):

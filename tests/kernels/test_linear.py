@@ -45,13 +45,18 @@ def test_random_cases(
 
 
 def parts_of(case: Case) -> list[tuple[list[tuple[int, int]], list[int]]]:
-    """Ways to cut the sequence 1 of a case, and the slots that its states are in between."""
+    """Ways to cut the sequence 1 of a case, and the slots that its states are in between.
+
+    It goes from one to another of two slots, or stays in one, which is read and written.
+    """
     begin, end = case.slots.ends[1:3]
     made = []
     for cuts in ([], [1], [5, 6, 20], [16, 32, 512], list(range(1, 12))):
         edges = [begin, *(begin + cut for cut in cuts if begin + cut < end), end]
         ranges = list(itertools.pairwise(edges))
-        made.append((ranges, [case.slots.reads[1], *(1 + i % 2 for i in range(len(ranges)))]))
+        for used in (2, 1):
+            slots = [1 + i % used for i in range(len(ranges))]
+            made.append((ranges, [case.slots.reads[1], *slots]))
     return made
 
 
@@ -154,7 +159,7 @@ def test_concurrent_sessions(library_path: Path) -> None:
         ({"writes": (1, 2, 0)}, r"state_writes\[2\] must be in \[1, 9\), found 0"),
         ({"writes": (1, 2, 9)}, r"state_writes\[2\] must be in \[1, 9\), found 9"),
         ({"writes": (1, 2, 1)}, r"state_writes\[2\] is 1, which another sequence writes, too"),
-        ({"reads": (0, 3, 0)}, r"state_reads\[1\] is 3, which a sequence of the step writes"),
+        ({"reads": (0, 3, 0)}, r"state_reads\[1\] is 3, which another sequence of the step writes"),
         ({"lengths": (3, -1, 6)}, "cumulative_sequence_length must not decrease, found 2 after 3"),
         ({"lengths": (3, 1, 5)}, "must end with the number of tokens 8, found 9"),
         ({"reads": (0, 0)}, r"cumulative_sequence_length must have the shape \(3\), found \(4\)"),

@@ -235,13 +235,94 @@ def test_a_reset_forgets_every_key() -> None:
         pool.share(1)
 
 
+def test_a_step_in_place_writes_what_it_reads() -> None:
+    pool = StatePool(4, in_place=True)
+    pool.commit(pool.reserve([NO_TOKENS, NO_TOKENS], [0, 1]))
+    step = pool.reserve([1, 2], [0])
+    assert step == StateStep((1, 2), (1, 3))
+    assert step.in_place == (0,)
+    pool.check([1, 2, *step.reads, *step.writes])
+    pool.commit(step)
+    pool.release(1)
+    pool.release(2)
+    pool.check(step.writes)
+    assert pool.free_slots() == (2, 4)
+
+
+def test_what_others_own_or_read_is_not_written_in_place() -> None:
+    pool = StatePool(8, in_place=True)
+    pool.commit(pool.reserve([NO_TOKENS, NO_TOKENS]))
+    pool.share(1)
+    assert pool.reserve([1, 2, 2], [0, 1, 2]).in_place == ()
+
+
+def test_nothing_is_written_in_place_unless_it_may() -> None:
+    pool = StatePool(4)
+    pool.commit(pool.reserve([NO_TOKENS]))
+    assert pool.reserve([1], [0]).in_place == ()
+
+
+def test_a_state_in_place_is_kept_before_it_changes() -> None:
+    pool = StatePool(4, in_place=True)
+    pool.commit(pool.reserve([NO_TOKENS]))
+    pool.register(1, key(7))
+    step = pool.reserve([1], [0])
+    assert step == StateStep((1,), (2,))
+    pool.commit(step)
+    pool.release(1)
+    assert pool.find(key(7)) == 1
+    assert pool.reserve([2], [0]).in_place == (0,)
+
+
+def test_no_more_are_kept_than_may_be() -> None:
+    pool, _ = keeping(7, 8, 9, num_slots=8)
+    pool.max_kept = 2
+    pool.share(1)
+    pool.release(1)
+    assert [pool.find(key(number)) for number in (7, 8, 9)] == [1, None, 3]
+    pool.share(1)
+    pool.share(3)
+    pool.release(1)
+    pool.release(3)
+    pool.check([])
+    assert pool.num_free - len(pool.blank_slots()) == 2
+
+
+@pytest.mark.parametrize(("stays", "kept"), [(True, [4, 5, 6]), (False, [4])])
+def test_many_that_go_on_at_once_keep_what_there_is_room_for(stays: bool, kept: list[int]) -> None:
+    """The others are written in place, so that a step takes no more slots than are kept."""
+    pool = StatePool(16, in_place=True, max_kept=3)
+    held = list(pool.reserve([NO_TOKENS] * 6).writes)
+    for slot in held[:3]:
+        pool.register(slot, key(slot), stays=True)
+        pool.release(slot)
+    held = [*held[3:], *pool.reserve([NO_TOKENS] * 5).writes]
+    for slot in held:
+        pool.register(slot, key(slot), stays=stays)
+    step = pool.reserve(held, range(len(held)))
+    assert [read for read, write in zip(step.reads, step.writes, strict=True) if read != write] == (
+        kept
+    )
+    pool.commit(step)
+    for slot in held:
+        pool.release(slot)
+    pool.check(step.writes)
+    found = [slot for slot in range(1, 17) if pool.find(key(slot)) is not None]
+    assert found == sorted([*kept, *([] if stays else [2, 3])])
+
+
 class StateMachine(RuleBasedStateMachine):
     """Sequences that begin, go on, fork, are kept and end: no slot is lost or owned by two."""
 
-    @initialize(sequences=st.integers(1, 4), extra=st.integers(0, 3))
-    def start(self, sequences: int, extra: int) -> None:
+    @initialize(
+        sequences=st.integers(1, 4),
+        extra=st.integers(0, 3),
+        in_place=st.booleans(),
+        max_kept=st.none() | st.integers(0, 4),
+    )
+    def start(self, sequences: int, extra: int, in_place: bool, max_kept: int | None) -> None:
         self.sequences = sequences
-        self.pool = StatePool(2 * sequences + extra)
+        self.pool = StatePool(2 * sequences + extra, in_place=in_place, max_kept=max_kept)
         self.held: list[int] = []
         self.content: dict[int, int] = {}  # slot -> what was written to it
         self.marks: list[Kept] = []  # of sequences on whose way these are
@@ -260,21 +341,37 @@ class StateMachine(RuleBasedStateMachine):
         for one, slot in zip(begins, found, strict=True):
             assert one is None or self.content[slot] == one
         reads = [*(self.held[at] for at in chosen), *found]
-        step = self.pool.reserve(reads)
-        assert not {*step.writes} & {*self.held, *reads, NO_TOKENS}
+        losable = [row for row in range(len(chosen)) if data.draw(st.booleans())]
+        before = {slot: self.content[slot] for slot in reads if slot != NO_TOKENS}
+        step = self.pool.reserve(reads, losable)
+        assert {*step.in_place} <= {*losable}
+        others = [*self.held, *reads, NO_TOKENS]
+        for row in step.in_place:
+            assert others.count(reads[row]) == 2, "it is held once, and read once"
+        fresh = {write for row, write in enumerate(step.writes) if row not in step.in_place}
+        assert not fresh & {*others}
         assert len({*step.writes}) == len(reads)
         self.pool.check([*self.held, *step.reads, *step.writes])
         for slot in step.writes:
             self.number += 1
             self.content[slot] = self.number // 2  # some are of the same tokens
+        for one, slot in self._found(before):
+            assert self.content[slot] == one, "what is found is what was kept"
         if fails:
             self.pool.rollback(step)
+            for row in step.in_place:
+                self.pool.release(step.reads[row])
+                self.held.remove(step.reads[row])
             return
         self.pool.commit(step)
         for at, slot in zip(chosen, step.writes, strict=False):
             self.pool.release(self.held[at])
             self.held[at] = slot
         self.held += step.writes[len(chosen) :]
+
+    def _found(self, content: dict[int, int]) -> list[tuple[int, int]]:
+        """What was in slots, and which of these are found under its key."""
+        return [(one, slot) for slot, one in content.items() if self.pool.find(key(one)) == slot]
 
     @precondition(lambda self: 0 < len(self.held) < self.sequences)
     @rule(data=st.data())

@@ -45,17 +45,21 @@ class Stateful:
         )
 
     def run(
-        self, new: Mapping[int, Sequence[int]], *, tries: int = 1
+        self, new: Mapping[int, Sequence[int]], *, tries: int = 1, in_place: bool = False
     ) -> dict[int, NDArray[np.float32]]:
         """Compute the next tokens of some sequences; returns the logits of each, all of its tokens.
 
         Args:
             new: tokens by sequence.
             tries: how often the step is run; what all but the last write is thrown away.
+            in_place: whether a sequence that has a state writes it where it is read.
         """
         for left in range(tries, 0, -1):
             free = sorted(set(range(1, self.model.capabilities.state_slots + 1)) - set(self.slots))
             writes = self._rng.permutation(free)[: len(new)].tolist()
+            if in_place:
+                pairs = zip(new, writes, strict=True)
+                writes = [self.slots[row] or write for row, write in pairs]
             asked = new if left == 1 else {row: np.flip(tokens) for row, tokens in new.items()}
             inputs = self.inputs(asked, writes)
             logits = self.model.run(inputs).copy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def test_none_is_tried_for_ever(refusals: list[int], caplog: pytest.LogCaptureFi
         assert made(pages) == [False] * (3 * cache_pages.TRIES)
     assert len(pages) == 0
     assert [record.getMessage() for record in caplog.records] == [
-        "Linux refused 3 of 3 huge pages for KV caches, the last one with: Cannot allocate memory"
+        "Linux refused 3 of 3 huge pages for caches, the last one with: Cannot allocate memory"
     ]
 
 
@@ -196,7 +196,7 @@ def test_one_that_is_refused_for_good_is_tried_once(
     with caplog.at_level("INFO"):
         assert made(pages) == [False, True, True]
     assert [record.getMessage() for record in caplog.records] == [
-        "Linux refused 1 of 3 huge pages for KV caches, the last one with: Invalid argument"
+        "Linux refused 1 of 3 huge pages for caches, the last one with: Invalid argument"
     ]
 
 
@@ -241,9 +241,11 @@ def test_a_model_s_caches_are_settled_in_use(
     given: list[CachePages] = []
     threads: list[threading.Thread | None] = []
 
-    def settle_later(model: Any, kernel: Path, pages: CachePages, *, has_planes: bool) -> None:
+    def settle_later(
+        model: Any, kernel: Path, pages: Sequence[CachePages], *, has_planes: bool
+    ) -> None:
         assert has_planes == model.capabilities.takes_exact_logits
-        given.append(pages)
+        given.append(pages[0])
         threads.append(settling.settle_later(model, kernel, pages))
 
     monkeypatch.setattr(provider, "settle_later", settle_later)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +21,10 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.linear_spec import ShortConvSpec
 from onnxport.providers import memory, states
 from onnxport.providers.base import Attention, LoadOptions
-from onnxport.providers.cpu import choices
+from onnxport.providers.cpu import cache_pages, choices
 from onnxport.providers.cpu.provider import CpuProvider
 from onnxport.providers.cpu.state_pools import allocate_states
+from onnxport.providers.memory import HUGE_PAGE
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.pool import plan_pool
 from onnxport.providers.states import StatePlan, plan_states, state_bytes
@@ -109,15 +112,20 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch_whole_and_in_chunks(
     with opened(path, "custom", state_slots=8) as model:
         alone = [Stateful(model, 3).run({row: tokens[row]})[row] for row in range(3)]
         together = Stateful(model, 3).run(dict(enumerate(tokens)))
-        mixed = Stateful(model, 3)
-        parts: list[list[np.ndarray]] = [[], [], []]
-        for step in ({0: (0, 5)}, {0: (5, 6), 1: (0, 17)}, {2: (0, 42), 0: (6, 24), 1: (17, 33)}):
-            new = {row: tokens[row][first:last] for row, (first, last) in step.items()}
-            for row, logits in mixed.run(new).items():
-                parts[row].append(logits)
-        for row in range(3):
-            assert together[row].tobytes() == alone[row].tobytes()
-            assert np.concatenate(parts[row]).tobytes() == alone[row].tobytes()
+        for in_place in (False, True):
+            mixed = Stateful(model, 3)
+            parts: list[list[np.ndarray]] = [[], [], []]
+            for step in (
+                {0: (0, 5)},
+                {0: (5, 6), 1: (0, 17)},
+                {2: (0, 42), 0: (6, 24), 1: (17, 33)},
+            ):
+                new = {row: tokens[row][first:last] for row, (first, last) in step.items()}
+                for row, logits in mixed.run(new, in_place=in_place).items():
+                    parts[row].append(logits)
+            for row in range(3):
+                assert together[row].tobytes() == alone[row].tobytes()
+                assert np.concatenate(parts[row]).tobytes() == alone[row].tobytes()
 
 
 @pytest.mark.parametrize("attention", KINDS)
@@ -147,6 +155,39 @@ def test_a_step_can_be_thrown_away_and_run_again(made: Maker, attention: Attenti
     for ids, found in zip((first, second), parts, strict=True):
         wanted = checkpoints.logits(peer, np.array(ids[:24]))
         np.testing.assert_allclose(np.concatenate(found), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", KINDS)
+def test_a_state_is_written_where_it_was_read(made: Maker, attention: Attention) -> None:
+    path, _ = made("qwen3.5", "fp32")
+    first, second, _ = prompts()
+    with opened(path, attention, state_slots=5) as model:
+        assert model.capabilities.host_states
+        logits: list[list[bytes]] = []
+        for in_place in (False, True):
+            run = Stateful(model, 2)
+            logits.append([])
+            for at in range(0, 12, 3):
+                new = {0: first[at : at + 3], 1: second[at : at + 3]}
+                found = run.run(new, in_place=in_place)
+                logits[-1] += [found[row].tobytes() for row in new]
+        assert logits[0] == logits[1]
+
+
+@pytest.mark.skipif(not cache_pages.can_collapse(), reason="this system has no huge pages")
+def test_slots_take_memory_when_they_are_written(made: Maker) -> None:
+    spec = Artifact.read(made("qwen3.5", "fp32")[0]).manifest.model
+    assert spec.linear is not None
+    assert spec.linear.recurrent_state is not None
+    num_slots = 2 * HUGE_PAGE // (4 * math.prod(spec.linear.recurrent_state))
+    tensors, matrices = allocate_states(spec, StatePlan(num_slots, state_bytes(spec)))
+    assert len(tensors) == 2 * len(matrices) == 2 * len(spec.linear_layers)
+    for matrix in matrices:
+        assert len(matrix) == num_slots
+        assert matrix.ctypes.data % HUGE_PAGE == 0
+        matrix[0] = 1.0
+        used = -(-matrix[0].nbytes // mmap.PAGESIZE)
+        assert cache_pages._num_resident(matrix.ctypes.data) == used
 
 
 @pytest.mark.parametrize("attention", KINDS)
@@ -279,7 +320,8 @@ def test_what_keeps_a_convolution_alone(made: Maker, monkeypatch: pytest.MonkeyP
     )
     spec = replace(spec, linear=linear, attention_gate=None)
     assert state_bytes(spec) == 2 * spec.hidden_size * 2 * 4
-    pools = allocate_states(spec, StatePlan(5, state_bytes(spec)))
+    pools, matrices = allocate_states(spec, StatePlan(5, state_bytes(spec)))
+    assert matrices == []
     assert [pool.input_name for pool in pools] == ["past_conv_state.0", "past_conv_state.2"]
     assert [pool.value.shape() for pool in pools] == [[6, spec.hidden_size, 2]] * 2
     monkeypatch.setattr(choices.library, "find_library", lambda: Path("there"))

@@ -52,7 +52,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(model: Any, library: Library, monkeypatch: pytest.MonkeyPatch) -> threading.Thread | None:
     monkeypatch.setattr(settling, "load_library", lambda path: library)
-    return settling.settle_later(model, Path("library"), NO_CACHES)
+    return settling.settle_later(model, Path("library"), [NO_CACHES])
 
 
 def test_nothing_is_started_where_nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,11 +271,11 @@ def test_only_a_model_that_needs_planes_has_a_thread_for_them(
     model = Model()
     library = Planes(model, 3)
     assert start(model, library, monkeypatch) is None
-    thread = settling.settle_later(model, Path("library"), NO_CACHES, has_planes=True)  # type: ignore[arg-type]
+    thread = settling.settle_later(model, Path("library"), [NO_CACHES], has_planes=True)  # type: ignore[arg-type]
     assert thread is not None
     thread.join(60)
     assert library.parts == 0
-    assert settling.settle_later(model, Path("library"), NO_CACHES, has_planes=True) is None  # type: ignore[arg-type]
+    assert settling.settle_later(model, Path("library"), [NO_CACHES], has_planes=True) is None  # type: ignore[arg-type]
 
 
 def test_nothing_is_looked_at_while_it_lasts_once_caches_are_gone(

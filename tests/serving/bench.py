@@ -90,7 +90,7 @@ class Bench:
     def fail(self) -> StepPlan:
         """Plan, reserve and roll back."""
         plan = self.scheduler.plan()
-        self.scheduler.rollback(self.scheduler.reserve(plan))
+        self.scheduler.rollback(plan, self.scheduler.reserve(plan))
         self.scheduler.check()
         return plan
 

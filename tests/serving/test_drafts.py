@@ -104,7 +104,7 @@ def test_blocks_that_a_draft_fills_are_known_by_its_tokens() -> None:
 def test_a_step_that_fails_forgets_its_draft() -> None:
     bench = bench_with_drafts()
     plan = bench.scheduler.plan(guess=saying({bench.requests["a"]: [7] * 6}))
-    bench.scheduler.rollback(bench.scheduler.reserve(plan))
+    bench.scheduler.rollback(plan, bench.scheduler.reserve(plan))
     bench.scheduler.check()
     assert bench.blocks("a") == [0]
     assert rows(bench.step()) == [("a", 3, 1)]
@@ -329,6 +329,7 @@ def test_no_guess_goes_beyond_max_tokens() -> None:
     caching=st.booleans(),
     fail_at=st.integers(0, 40),
     state_slots=st.sampled_from([0, 9, 16]),
+    host_states=st.booleans(),
 )
 def test_every_request_gets_its_own_tokens(
     mixes: list[dict[str, Any]],
@@ -340,6 +341,7 @@ def test_every_request_gets_its_own_tokens(
     caching: bool,
     fail_at: int,
     state_slots: int,
+    host_states: bool,
 ) -> None:
     params = {
         name: SamplingParams(max_tokens=13, **mix) for name, mix in zip(PROMPTS, mixes, strict=True)
@@ -352,6 +354,7 @@ def test_every_request_gets_its_own_tokens(
         enable_prefix_caching=caching,
         fails=lambda number: number == fail_at,
         state_slots=state_slots,
+        host_states=host_states,
     )
     prophet.length, prophet.errs = length, errs
     for name, prompt in PROMPTS.items():

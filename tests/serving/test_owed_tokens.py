@@ -112,7 +112,7 @@ def test_a_step_that_fails_owes_nothing() -> None:
     request = bench.requests["a"]
     for guess in ({request: [7] * 6}, {}):
         plan = bench.scheduler.plan(guess=saying(guess))
-        bench.scheduler.rollback(bench.scheduler.reserve(plan))
+        bench.scheduler.rollback(plan, bench.scheduler.reserve(plan))
         bench.scheduler.check()
         assert (request.num_owed_tokens, request.state) == (2, 1)
         assert bench.blocks("a") == [0]
@@ -174,7 +174,7 @@ def test_what_follows_a_step_with_owed_tokens_is_not_taken_for_known() -> None:
     plan = bench.scheduler.plan()
     assert [new for _, _, new in rows(plan)] == [2, 1]
     assert following(plan, bench.scheduler._queues, bench.pool) is None
-    bench.scheduler.rollback(bench.scheduler.reserve(plan))
+    bench.scheduler.rollback(plan, bench.scheduler.reserve(plan))
     part = bench.scheduler.plan(budget_tokens=2)
     assert (part.num_new, part.sampled) == ((1, 1), (1,))
     assert following(part, bench.scheduler._queues, bench.pool) is None

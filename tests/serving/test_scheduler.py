@@ -181,7 +181,7 @@ def test_a_rolled_back_step_leaves_requests_where_they_were() -> None:
     plan = bench.scheduler.plan()
     assert rows(plan) == [("a", 4, 1), ("b", 0, 6)]
     free = set(bench.pool.free_blocks())
-    bench.scheduler.rollback(bench.scheduler.reserve(plan))
+    bench.scheduler.rollback(plan, bench.scheduler.reserve(plan))
     assert set(bench.pool.free_blocks()) == free
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 1)
     bench.scheduler.check()

@@ -281,7 +281,7 @@ def test_completions_share_the_prompt_and_the_last_owner_writes_in_place() -> No
     assert plan.copied == {0, 1}
     reservation = bench.scheduler.reserve(plan)
     assert reservation.copies == ((1, 2), (1, 3))
-    bench.scheduler.rollback(reservation)
+    bench.scheduler.rollback(plan, reservation)
     plan = bench.step()
     assert rows(plan) == [("a", 6, 1), ("a1", 6, 1), ("a2", 6, 1)]
     assert [bench.blocks(name) for name in ("a", "a1", "a2")] == [[0, 3], [0, 2], [0, 1]]

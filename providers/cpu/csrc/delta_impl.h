@@ -18,6 +18,10 @@ using onnxport::kMostKeySize;
 constexpr int64_t kTileTokens = 16;  // whose keys and queries stay in the nearest cache
 // Rows of a state that go through registers at once: with two sums each, and what they change by.
 constexpr int kStateRows = Vec::kWidth == 16 ? 8 : 4;
+// Few tokens wait for their state, which comes fastest row after row, as it lies: several rows at
+// once are as many streams, and take more than twice the time. More tokens than these would take
+// longer to compute so.
+constexpr int64_t kStreamedTokens = 8;
 constexpr float kLengthEpsilon = 1e-6f;
 
 // A vector with zeros behind it, up to the padded size.
@@ -204,14 +208,15 @@ template <bool kHasDeltaRule>
 static void update_head(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
   const DeltaHead of{net, tokens, rows.head, rows.head / (net.value_heads / net.key_heads)};
   const int64_t size = net.key_size;
-  if (rows.token_begin == rows.token_end)
+  if (rows.token_begin == rows.token_end && rows.from != rows.to)
     memcpy(rows.to, rows.from,
            static_cast<size_t>((rows.row_end - rows.row_begin) * size) * sizeof(float));
   const float* from = rows.from;
   for (int64_t begin = rows.token_begin; begin < rows.token_end; begin += kTileTokens) {
     const int64_t end = min_of(begin + kTileTokens, rows.token_end);
+    const bool streams = end - begin <= kStreamedTokens;
     int64_t row = rows.row_begin;
-    for (; row + kStateRows <= rows.row_end; row += kStateRows) {
+    for (; !streams && row + kStateRows <= rows.row_end; row += kStateRows) {
       const int64_t at = (row - rows.row_begin) * size;
       update_any_rows<kStateRows, kHasDeltaRule>(of, row, begin, end, from + at, rows.to + at);
     }

@@ -42,8 +42,9 @@ void check_slots(const StateSlots& s) {
     written[static_cast<size_t>(s.writes[i])] = true;
   }
   for (int64_t i = 0; i < s.batch; i++)
-    if (written[static_cast<size_t>(s.reads[i])])
-      refuse("state_reads[%lld] is %d, which a sequence of the step writes", Long{i}, s.reads[i]);
+    if (s.reads[i] != s.writes[i] && written[static_cast<size_t>(s.reads[i])])
+      refuse("state_reads[%lld] is %d, which another sequence of the step writes", Long{i},
+             s.reads[i]);
 }
 
 }  // namespace onnxport

@@ -1,7 +1,7 @@
 // Which slots of a pool the states of a step's sequences are in, free of ONNX Runtime. A pool has
 // [num_slots] states of one layer, of which slot 0 is all zeros: what a sequence begins with. A
 // state is read in one slot and written to another, so that what was there can be gone on from
-// again.
+// again, or written where it was read.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct StateSlots {
 };
 
 // Throws an InvalidInput unless lengths add up to the tokens, slots are there, and each that is
-// written is not 0, is written once, and read by no sequence.
+// written is not 0, is written once, and read by no other sequence.
 void check_slots(const StateSlots& slots);
 
 }  // namespace onnxport
