@@ -425,6 +425,7 @@ def _serve(
     """Load the artifact and serve it; `source` is its chat template, if it is not its own."""
     import asyncio
 
+    from onnxport.graphs.artifact import Artifact
     from onnxport.serving.config import EngineConfig
     from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.http.server import ServerOptions, raise_open_files, serve
@@ -472,6 +473,7 @@ def _serve(
             thinking_token_budget=options.thinking_token_budget,
             infill_tokens=options.infill_tokens,
             spm_infill=options.spm_infill,
+            artifact=Artifact.read(artifact, check_graphs=False).manifest.fingerprint,
         )
         app = create_app(engine, names[0], template, choices)
         limits = EngineConfig()
