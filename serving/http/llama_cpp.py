@@ -23,7 +23,7 @@ CALLED: Final[Mapping[str, str]] = {  # what it calls fields of ours
     "repetition_penalty": "repeat_penalty",
     "repeat_last_n": "penalty_last_n",
 }
-RENAMED: Final[Mapping[str, str]] = {  # likewise, of which nothing else is to be said
+RENAMED: Final[Mapping[str, str]] = {  # what it calls them, to what they are
     "typ_p": "typical_p",
     "thinking_budget_tokens": "thinking_token_budget",
     "reasoning_budget_tokens": "thinking_token_budget",
@@ -93,10 +93,12 @@ class LlamaCppFields(FormFields):
 
     def called(self, error: RequestError) -> RequestError:
         """Return an error about a field of ours by the name that the client gave it."""
-        name = CALLED.get(error.param or "")
-        if name is None or getattr(self, name) is None:
-            return error
-        return RequestError(str(error).replace(error.param or "", name), name)
+        param = error.param or ""
+        names = [name for name, field in RENAMED.items() if field == param]
+        for name in (CALLED.get(param, ""), *names):
+            if getattr(self, name, None) is not None:
+                return RequestError(str(error).replace(param, name), name)
+        return error
 
 
 def told(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:

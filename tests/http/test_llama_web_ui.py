@@ -147,6 +147,11 @@ async def test_what_it_sends_is_understood(model_folder: Path) -> None:
     ):
         response = await client.chat(**fields)
         assert response.status_code == 400, fields
+    for name, value in (("typ_p", 5), ("reasoning_budget_tokens", -5)):
+        one: dict[str, Any] = {name: value}
+        error = (await client.chat(**one)).json()["error"]
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name} is {value}")
     assert (await client.complete(max_tokens=-1)).status_code == 200
     assert engine.asked[-1].params.max_tokens is None
 
