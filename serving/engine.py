@@ -20,7 +20,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan, most_drafted
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
-from onnxport.serving.growth import Growth, progress, tells_progress
+from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.linear_attention import check_options
@@ -450,13 +450,13 @@ class Engine:
         self._retries.note_good(len(plan.requests))
         now = self._clock()
         num_before = self._tally.generation_tokens
-        computed = [progress(each, now) for each in plan.requests if tells_progress(each)]
-        growths, gaps = self._sequences.deliver(drawn, now)
-        growths = computed + growths
+        growths = self._sequences.progress(plan, now)
+        more, gaps = self._sequences.deliver(drawn, now)
+        growths += more
         growths += self._sequences.deliver_vectors(pooled)
         if arrived:
-            more = self._beams.advance(arrived, now)
-            growths, gaps = growths + more[0], gaps + more[1]
+            more, further = self._beams.advance(arrived, now)
+            growths, gaps = growths + more, gaps + further
         self._note_costs(plan, now - start_s, now - prepared_s)
         num_sampled = self._tally.generation_tokens - num_before
         rows = len(plan.requests)

@@ -166,11 +166,6 @@ def ending(request: Request, reason: FinishReason, failure: Failure | None = Non
     return _growth(Drawn(request, ()), 0, "", 0, End(reason, None, failure))
 
 
-def tells_progress(request: Request) -> bool:
-    """Whether a step that has computed a part of a sequence is told: it was one of the prompt."""
-    return request.options.tells_progress and not request.num_output_tokens
-
-
 def progress(request: Request, now_s: float) -> Growth:
     """Return how much of the prompt of a sequence without output is computed."""
     scheduled_s = request.times.scheduled_s

@@ -8,7 +8,7 @@ from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.beams import BeamGroup
 from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
-from onnxport.serving.growth import Growth, ending, grow
+from onnxport.serving.growth import Growth, ending, grow, progress
 from onnxport.serving.guesses import Guessing
 from onnxport.serving.outputs import Failure, FinishReason
 from onnxport.serving.request import Request
@@ -46,6 +46,7 @@ class Sequences:
         self._clock = clock
         self._eos_token_ids = eos_token_ids
         self._groups: dict[str, list[Request]] = {}  # unfinished sequences by request
+        self._telling: set[str] = set()  # requests that tell how much of their prompt is computed
         self._deadlines = Deadlines()
 
     def __contains__(self, request_id: str) -> bool:
@@ -61,6 +62,8 @@ class Sequences:
         """Take the sequences of a request that the scheduler has accepted."""
         first = group[0]
         self._groups[first.request_id] = list(group)
+        if first.options.tells_progress:
+            self._telling.add(first.request_id)
         self._deadlines.add(group, len(self._groups))
         self._tally.tell("queued", first, first.times.arrival_s)
 
@@ -84,6 +87,16 @@ class Sequences:
         for request in requests:
             if request.beams is None or request.index == 0:
                 self._tally.tell("preempted", request, now_s)
+
+    def progress(self, plan: StepPlan, now_s: float) -> list[Growth]:
+        """Return how much a step has computed of the prompts that tell it, before its tokens."""
+        if not self._telling:
+            return []
+        return [
+            progress(request, now_s)
+            for request in plan.requests
+            if request.request_id in self._telling and not request.num_output_tokens
+        ]
 
     def note_tokens(self, slots: Iterable[Request], now_s: float) -> list[float]:
         """Note when slots of a beam search got tokens; returns what `_note_token` does of each."""
@@ -226,6 +239,7 @@ class Sequences:
         group.remove(request)
         if not group:
             del self._groups[request.request_id]
+            self._telling.discard(request.request_id)
             if request.adapter is not None:
                 self._adapters.release(request.adapter)
         self._tally.note_end(request, reason, now_s)

@@ -98,6 +98,8 @@ class AppOptions:
         force_include_usage: whether streams of completions and chats tell the usage with each chunk
             and at the end, asked or not.
         spm_infill: whether what stands behind a gap comes first there; Codestral has it so anyway.
+        artifact: what the graph and weights hash to, `Manifest.fingerprint`; a part of the
+            `system_fingerprint` of answers. "": that is not known.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -117,6 +119,7 @@ class AppOptions:
     infill_tokens: Mapping[str, object] | None = None
     spm_infill: bool = False
     force_include_usage: bool = False
+    artifact: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a deadline that no request could have, and what is no interval or path.
@@ -150,7 +153,7 @@ def check_root_path(path: str) -> None:
 
     One that the server's own paths begin with would be taken off those.
     """
-    if f"{path}/".startswith("/v1/"):
+    if f"{path}/".startswith(("/v1/", "/v2/", "/chat/", "/responses/")):
         raise RequestError(
             f"root_path is {path[:80]!r}, which paths of the API itself begin with; give another, "
             "such as /llm",
@@ -201,6 +204,7 @@ def create_app(
         _infill(engine.tokenizer, options),
         closes_thoughts=_closes_thoughts(engine, reasoning),
         forces_usage=options.force_include_usage,
+        artifact=options.artifact,
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)

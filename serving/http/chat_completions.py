@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,16 +86,18 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         body.echoed,
     )
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    header = Header.new(name, kind, turn.model)
+    header = Header.new(name, kind, turn.model, service.fingerprint)
+    control: AbstractContextManager[None] = nullcontext()
+    if body.reasoning_control:
+        control = controlled(service, request, name, job)
     if body.stream:
-        chunks = _chunks(service, turn, header, told, body)
+        chunks = _chunks(service, turn, header, told, body, control)
         interval_s = body.ping_interval_s(service.ping_interval_s)
         return await sse.respond(request, chunks, interval_s)
     usage = told.thinking.usage(job, service.tokenizer)
 
     async def whole() -> dict[str, Any]:
-        asked = bool(body.reasoning_control)
-        with controlled(service, name, job, is_asked=asked):
+        with control:
             async with aclosing(generate(service.engine, job)) as deltas:
                 results = await collect(deltas, usage)
         more: dict[str, Any] = {
@@ -154,7 +156,12 @@ def _message(service: Service, text: str, told: Told) -> tuple[dict[str, Any], b
 
 
 async def _chunks(
-    service: Service, turn: Turn, header: Header, told: Told, body: ChatRequest
+    service: Service,
+    turn: Turn,
+    header: Header,
+    told: Told,
+    body: ChatRequest,
+    control: AbstractContextManager[None],
 ) -> sse.Chunks:
     """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
     job = turn.job
@@ -175,8 +182,7 @@ async def _chunks(
         first = {}
         return made
 
-    asked = bool(body.reasoning_control)
-    with controlled(service, header.id, job, is_asked=asked):
+    with control:
         async with aclosing(spaced(service.engine, job)) as deltas:
             async for index, delta in deltas:
                 if delta.is_missing:

@@ -75,7 +75,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
         given = [left if len(left) < len(ids) else one for (one, ids), left in cut]
     num_scored = params.n * sum(len(each) - 1 for each in prompts)  # each choice tells them
     check_total(params, num_scored, (params.max_tokens or 0) * len(prompts))
-    header = Header.new(name, "text_completion", adapter or service.model_name)
+    header = Header.new(name, "text_completion", adapter or service.model_name, service.fingerprint)
     interval = body.stream_interval or service.stream_interval
     job = Job(prompts, params, options, unique(name), interval)
     echoes = [""] * len(prompts) * params.n

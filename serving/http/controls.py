@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import Field
 
 from onnxport.serving.http.generation import Job
+from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.strict import Strict
 
@@ -30,9 +31,9 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """Add the endpoint."""
 
     @app.post(PATH)
-    async def control(body: ControlRequest) -> dict[str, Any]:
+    async def control(request: Request, body: ControlRequest) -> dict[str, Any]:
         service.adapter_of(body.model)
-        request_id = service.thinking.get(body.id)
+        request_id = service.thinking.get((key_tenant(request), body.id))
         if request_id is None:
             return {"success": False, "message": NOT_THERE}
         if not await service.engine.end_thoughts(request_id):
@@ -41,20 +42,19 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
 
 @contextmanager
-def controlled(service: Service, name: str, job: Job, *, is_asked: bool) -> Iterator[None]:
-    """Let a chat be found by the id of its answer, while it runs.
+def controlled(service: Service, request: Request, name: str, job: Job) -> Iterator[None]:
+    """Let a chat be found by the id of its answer, while it runs, with the same key alone.
 
     Args:
         service: that answers it.
-        name: the id.
+        request: with the client's key.
+        name: the id, which a client may have chosen.
         job: of the chat.
-        is_asked: whether it is to be found.
     """
-    request_id = f"{job.id}-0"
-    if is_asked:
-        service.thinking[name] = request_id
+    found_by, request_id = (key_tenant(request), name), f"{job.id}-0"
+    service.thinking[found_by] = request_id
     try:
         yield
     finally:
-        if service.thinking.get(name) == request_id:  # else another one has the same id
-            del service.thinking[name]
+        if service.thinking.get(found_by) == request_id:  # else another one has the same id
+            del service.thinking[found_by]

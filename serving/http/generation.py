@@ -39,11 +39,12 @@ class Header:
     object: str
     created: int
     model: str
+    fingerprint: str | None = None  # of what computes it; None: it is not told
 
     @classmethod
-    def new(cls, name: str, kind: str, model: str) -> Header:
+    def new(cls, name: str, kind: str, model: str, fingerprint: str | None = None) -> Header:
         """Return the header of a new request."""
-        return cls(name, kind, int(time.time()), model)
+        return cls(name, kind, int(time.time()), model, fingerprint)
 
     def fields(self, **more: Any) -> dict[str, Any]:
         """Return a response body without choices."""
@@ -52,6 +53,7 @@ class Header:
             "object": self.object,
             "created": self.created,
             "model": self.model,
+            **({} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}),
             **more,
         }
 

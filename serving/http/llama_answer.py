@@ -13,6 +13,7 @@ from onnxport.serving.http.llama_settings import choose, generation_settings
 from onnxport.serving.http.logprobs import completion_probabilities, drawn
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.timings import prompt_progress
+from onnxport.serving.limits import longest_total
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import SamplingParams
 
@@ -156,9 +157,9 @@ class Answer:
 
     @property
     def _fills_context(self) -> bool:
-        """Whether there is no room for another token."""
+        """Whether there is no room for another token, in the context or in the whole KV cache."""
         length = self.usage.prompt_tokens + self.usage.completion_tokens
-        return length >= self._service.engine.capabilities.max_model_len
+        return length >= longest_total(self._service.engine.capabilities)
 
     def _told_prompt(self) -> str:
         told = self._prompt

@@ -105,7 +105,8 @@ async def respond(
         ends_at_context=True,
         tells_drawn=bool(body.post_sampling_probs),
     )
-    check_total(params, 0, (params.max_tokens or 0) * len(given))
+    most = min(params.max_tokens or 0, service.engine.capabilities.max_model_len)
+    check_total(params, 0, most * len(given))
     interval = body.stream_interval or service.stream_interval
     each = [one.token_ids for one in given]
     job = Job(each, params, options, unique(name), interval, body.line_limits)

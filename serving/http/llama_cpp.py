@@ -24,11 +24,12 @@ CALLED: Final[Mapping[str, str]] = {  # what it calls fields of ours
     "repetition_penalty": "repeat_penalty",
     "repeat_last_n": "penalty_last_n",
 }
-RENAMED: Final[Mapping[str, str]] = {  # likewise, of which nothing else is to be said
+RENAMED: Final[Mapping[str, str]] = {  # what it calls them, to what they are
     "typ_p": "typical_p",
     "thinking_budget_tokens": "thinking_token_budget",
     "reasoning_budget_tokens": "thinking_token_budget",
 }
+BUDGETS: Final = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
 LIMITS: Final = ("max_tokens", "max_completion_tokens")  # n_predict, of which -1 is none
 LAST_N: Final = 64  # tokens that its penalties count, unless told otherwise
 SAMPLERS: Final = (  # in the order in which they are applied here
@@ -107,10 +108,12 @@ class LlamaCppFields(FormFields):
 
     def called(self, error: RequestError) -> RequestError:
         """Return an error about a field of ours by the name that the client gave it."""
-        name = CALLED.get(error.param or "")
-        if name is None or getattr(self, name) is None:
-            return error
-        return RequestError(str(error).replace(error.param or "", name), name)
+        param = error.param or ""
+        names = [name for name, field in RENAMED.items() if field == param]
+        for name in (CALLED.get(param, ""), *names):
+            if getattr(self, name, None) is not None:
+                return RequestError(str(error).replace(param, name), name)
+        return error
 
 
 def told(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
@@ -133,10 +136,10 @@ def told(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
         given["n_predict"] = -1
         means = {**dict.fromkeys(unlimited), "n_predict": -1}
     for name, field, value in _meanings(given, is_chat=is_chat):
-        if given.get(field, value) != value:
+        if (other := given.get(field, means.get(field, value))) != value:
             raise RequestError(
                 f"{name} is {given[name]!r}, as if {field} was {value!r}, and {field} is "
-                f"{given[field]!r}; send one of them",
+                f"{other!r}{'' if field in given else ' by another name'}; send one of them",
                 name,
             )
         means[field] = value
@@ -177,10 +180,11 @@ def _meanings(given: Mapping[str, Any], *, is_chat: bool) -> Iterator[tuple[str,
         yield "repeat_penalty", "repetition_penalty", penalty
         if penalty != 1 and not {"repeat_last_n", "penalty_last_n"} & {*given}:
             yield "repeat_penalty", "repeat_last_n", LAST_N
-    for name, field in RENAMED.items():
-        value = given.get(name)
-        if value is not None and not (value == -1 and field == "thinking_token_budget"):
-            yield name, field, value  # a budget of -1 is the server's
+    renamed = [(name, field) for name, field in RENAMED.items() if name in given]
+    if all(given.get(name, -1) == -1 for name in BUDGETS):  # which is the server's
+        renamed = [(name, field) for name, field in renamed if name not in BUDGETS]
+    for name, field in renamed:
+        yield name, field, given[name]
     if given.get("cache_prompt") is False:
         yield "cache_prompt", "skip_reading_prefix_cache", True
 

@@ -39,7 +39,7 @@ def prompts(value: Any) -> list[str | Mixed]:
     text, as llama.cpp has it where images go with it.
 
     Raises:
-        RequestError: there are images, or sounds.
+        PydanticCustomError: there are images, or sounds.
     """
     value = [text_of(one) for one in value] if isinstance(value, list) else text_of(value)
     if isinstance(value, list) and not (value and _is_one(value)):

@@ -31,7 +31,7 @@ def text_of(value: Any) -> Any:
     """Return the text of an object that llama.cpp has for one, and anything else as it is.
 
     Raises:
-        RequestError: there is more in it than text.
+        PydanticCustomError: there is more in it than text.
     """
     match value:
         case {"prompt_string": str(text), "multimodal_data": [] | None} if len(value) == 2:
@@ -41,10 +41,10 @@ def text_of(value: Any) -> Any:
         case {"content": [_, *_] as parts} if len(value) == 1 and all(map(_is_text, parts)):
             return "".join(part["text"] for part in parts)
         case {"prompt_string": str(), "multimodal_data": _} | {"content": [_, *_]}:
-            raise RequestError(
+            raise PydanticCustomError(
+                "text_only",
                 "an object has more than text, such as multimodal_data, and this server reads text "
                 "alone; leave it out",
-                "prompt",
             )
     return value
 

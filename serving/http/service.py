@@ -26,6 +26,7 @@ from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.text import Pieces
+from onnxport.version import __version__
 
 
 class Tokenizer(Protocol):
@@ -266,7 +267,9 @@ class Service:
     stream_interval: int = 1  # of streams that give none
     infill: Infill | None = None  # how the model fills in; None: it has no tokens for that
     closes_thoughts: bool = False  # whether a thought can be closed while it is open
-    thinking: dict[str, str] = field(default_factory=dict)  # chats whose thoughts may be closed
+    # Chats whose thoughts may be closed, by the tenant of their key and the id of their answer.
+    thinking: dict[tuple[str | None, str], str] = field(default_factory=dict)
+    artifact: str = ""  # what its graph and weights hash to; "": that is not known
     forces_usage: bool = False  # whether streams tell the usage that did not ask for it
     started_s: int = field(default_factory=lambda: int(time.time()))
 
@@ -276,6 +279,12 @@ class Service:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None, "a server needs a model with a tokenizer"
         return tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """What an answer is computed with, OpenAI's `system_fingerprint`."""
+        parts = ("onnxport", __version__, self.engine.capabilities.provider, self.artifact[:8])
+        return "-".join(part for part in parts if part)
 
     @property
     def model_names(self) -> tuple[str, ...]:

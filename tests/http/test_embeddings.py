@@ -128,7 +128,9 @@ async def test_texts_may_be_objects_beside_tokens(model_folder: Path) -> None:
         told = await server.post("/embedding", content=same)
         assert [one["embedding"] for one in told.json()] == [[own]] * 4
         image = {"content": [*parts, {"type": "image_url", "image_url": {"url": "data:,"}}]}
-        assert "text alone" in (await server.post(input=image)).json()["error"]["message"]
+        error = (await server.post(input=image)).json()["error"]
+        assert "text alone" in error["message"]
+        assert error["param"] == "input"
 
 
 async def test_vectors_are_cut_where_the_model_lets_them(model_folder: Path) -> None:

@@ -110,7 +110,7 @@ async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_fo
         "default_generation_settings": {
             "n_ctx": client.engine.capabilities.max_model_len,
             "params": {
-                "n_predict": -1,
+                **{"n_predict": -1, "max_tokens": -1, "seed": -1},
                 "temperature": 0.6,
                 "top_k": 5,
                 "top_p": 0.9,
@@ -141,7 +141,7 @@ async def test_what_clients_of_llama_cpp_look_for(tokenizer: Tokenizer, model_fo
         "total_slots": client.engine.max_num_seqs,
         "model_alias": FAKE,
         "model_path": FAKE,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": False, "video": False, "audio": False},
         **{"endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": True},
         "chat_template": CHAT_TEMPLATE,
         "bos_token": "",

@@ -186,7 +186,8 @@ def test_under_the_path_of_a_proxy(start_server: StartServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["llm", "/llm/", "/", "/a//b", "/a b", "/a?b", "/v1", "/v1/messages"]
+    "path",
+    ["llm", "/llm/", "/", "/a//b", "/a b", "/a?b", "/v1", "/v1/messages", "/chat", "/responses"],
 )
 def test_a_path_that_is_none(path: str) -> None:
     with pytest.raises(RequestError, match="root_path is"):

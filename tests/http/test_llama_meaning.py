@@ -46,6 +46,29 @@ def test_how_long_an_answer_may_get_that_ends_at_the_context() -> None:
         max_total_tokens(4, 61, limits)
 
 
+@pytest.mark.asyncio
+async def test_probabilities_are_counted_to_the_context(model_folder: Path) -> None:
+    engine = FakeEngine(Tokenizer.from_folder(model_folder, frozenset()), max_logprobs=None)
+    asked: dict[str, Any] = {"prompt": "a", "n_probs": 50, "n_predict": 10**6}
+    found = await Client(engine, model_folder).post("/completion", **asked)
+    assert found.status_code == 200, found.text
+
+
+@pytest.mark.asyncio
+async def test_the_kv_cache_ends_an_answer_too(model_folder: Path) -> None:
+    limits = NullModel().capabilities
+    small = replace(limits, num_blocks=1, max_model_len=8 * limits.block_size)
+    engine = FakeEngine(
+        Tokenizer.from_folder(model_folder, frozenset()), ends="length", capabilities=small
+    )
+    client = Client(engine, model_folder)
+    for room in (2, 3):  # of which the answer, "ok", takes 2
+        prompt = [5] * (limits.block_size + 1 - room)
+        found = (await client.post("/completion", prompt=prompt)).json()
+        assert found["tokens_predicted"] == 2
+        assert (found["stop_type"], found["truncated"]) == ("limit", room == 2)
+
+
 @pytest.mark.slow
 def test_the_context_ends_what_is_longer(start_server: StartServer) -> None:
     server = start_server(max_model_len=64)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from onnxport.errors import RequestError
 from onnxport.serving.http import sse
 from onnxport.serving.http.app import AppOptions
+from onnxport.serving.http.controls import NOT_THERE
+from onnxport.serving.http.llama_cpp import told as means
+from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
+from onnxport.version import __version__
 from tests.waiting import wait_until
 
 from .conftest import RunningServer, StartServer, _servers
@@ -140,8 +147,76 @@ async def test_what_it_sends_is_understood(model_folder: Path) -> None:
     ):
         response = await client.chat(**fields)
         assert response.status_code == 400, fields
+    for name, value in (("typ_p", 5), ("reasoning_budget_tokens", -5)):
+        one: dict[str, Any] = {name: value}
+        error = (await client.chat(**one)).json()["error"]
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name} is {value}")
     assert (await client.complete(max_tokens=-1)).status_code == 200
     assert engine.asked[-1].params.max_tokens is None
+
+
+@pytest.mark.parametrize("given", [(5, 7), (-1, 7), (7, -1)])
+@pytest.mark.parametrize("first", ["thinking_budget_tokens", "thinking_token_budget"])
+def test_budgets_by_several_names_have_to_agree(first: str, given: tuple[int, int]) -> None:
+    names = (first, "reasoning_budget_tokens")
+    with pytest.raises(RequestError, match="send one of them"):
+        means(dict(zip(names, given, strict=True)), is_chat=True)
+    same = means(dict.fromkeys(names, 7), is_chat=True)
+    assert same["thinking_token_budget"] == 7
+    servers = means(dict.fromkeys(names[1:], -1), is_chat=True)
+    assert "thinking_token_budget" not in servers
+
+
+class Thinker(FakeEngine):
+    """One that thinks until it is told to answer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.closed: list[str] = []
+        self.goes_on = asyncio.Event()
+
+    async def end_thoughts(self, request_id: str) -> bool:
+        self.closed.append(request_id)
+        self.goes_on.set()
+        return True
+
+    async def _stream(
+        self, number: int, request_id: str, params: SamplingParams
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        await self.goes_on.wait()
+        yield CompletionDelta(request_id, 0, "ok", (1,), None, "stop")
+
+
+@pytest.mark.asyncio
+async def test_a_thought_is_closed_with_the_key_of_its_chat_alone(model_folder: Path) -> None:
+    engine = Thinker(Tokenizer.from_folder(model_folder, frozenset()))
+    options = AppOptions(api_keys=("ours", "theirs"))
+    client = Client(engine, model_folder, options)
+    ask: dict[str, Any] = {"id": "chatcmpl-mine", "action": "reasoning_end"}
+    path = "/v1/chat/completions/control"
+    chat = asyncio.create_task(client.chat(key="ours", request_id="mine", reasoning_control=True))
+    while not engine.asked:
+        await asyncio.sleep(0)
+    refused = await client._http.post(path, json=ask, headers={"x-api-key": "theirs"})
+    assert refused.json() == {"success": False, "message": NOT_THERE}
+    assert not engine.closed
+    closed = await client._http.post(path, json=ask, headers={"x-api-key": "ours"})
+    assert closed.json() == {"success": True}
+    assert (await chat).status_code == 200
+    assert engine.closed == [engine.asked[0].request_id]
+    assert (await client.post(path, "ours", **ask)).json()["message"] == NOT_THERE
+
+
+@pytest.mark.asyncio
+async def test_what_computes_an_answer_is_told(model_folder: Path) -> None:
+    engine = FakeEngine(Tokenizer.from_folder(model_folder, frozenset()))
+    client = Client(engine, model_folder, AppOptions(artifact="0123456789abcdef"))
+    expected = f"onnxport-{__version__}-{engine.capabilities.provider}-01234567"
+    for ask in (client.chat, client.complete):
+        assert (await ask()).json()["system_fingerprint"] == expected
+        chunks = told(await ask(stream=True))
+        assert {chunk["system_fingerprint"] for chunk in chunks} == {expected}
 
 
 @pytest.mark.asyncio

@@ -61,6 +61,11 @@ def test_each_step_of_a_prompt_is_told_where_that_was_asked_for() -> None:
     assert last.progress is not None
     assert 0 < last.num_cached_tokens < last.progress.num_computed == 23
     assert not any(one.progress for one in both["other"])
+    submit(engine, "silent", prompt)
+    engine.submit(engine.prepare("aborted", prompt, GREEDY, options))
+    engine.abort("aborted")
+    assert not any(one.progress for one in run(engine)["silent"])
+    assert not engine._sequences._telling  # nobody is looked at where nobody asks
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -240,6 +240,7 @@ def open_app(
     """
     import asyncio
 
+    from onnxport.graphs.artifact import Artifact
     from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.reasoning_formats import reasoning_format
     from onnxport.serving.worker import AsyncEngine
@@ -264,6 +265,7 @@ def open_app(
             thinking_token_budget=options.thinking_token_budget,
             infill_tokens=options.infill_tokens,
             spm_infill=options.spm_infill,
+            artifact=Artifact.read(artifact, check_graphs=False).manifest.fingerprint,
             **more,
         )
         yield create_app(engine, chosen.names[0], template, choices), engine
