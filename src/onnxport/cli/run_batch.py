@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,6 +100,7 @@ def _lines(path: str) -> list[Line]:
     """
     from onnxport.serving.http.batch_file import read_lines
 
+    _check_local("--input-file", path)
     try:
         if path == STANDARD:
             return read_lines(sys.stdin.buffer)
@@ -108,15 +110,26 @@ def _lines(path: str) -> list[Line]:
         raise RequestError(f"--input-file {path} is not there") from error
 
 
+def _check_local(option: str, path: str) -> None:
+    """Refuse a URL, which vLLM's command reads from and writes to."""
+    if "://" in path:
+        raise RequestError(
+            f"{option} {path} is a URL; give a file of this machine, or - for a pipe"
+        )
+
+
 def _check_output(source: str, target: str) -> None:
     """Refuse to write where the requests are read from, or where there is no folder."""
     if target == STANDARD:
         return
+    _check_local("--output-file", target)
     path = Path(target)
     if not path.parent.is_dir() or path.is_dir():
         raise RequestError(
             f"--output-file {target} cannot be written: it is a folder, or has none to be in"
         )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RequestError(f"--output-file {target} may not be written by this user")
     if source != STANDARD and path.exists() and path.samefile(source):
         raise RequestError("--output-file is --input-file, which would be lost; give another one")
 
