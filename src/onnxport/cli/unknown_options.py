@@ -20,8 +20,7 @@ INSTEAD: Final[Mapping[str, str]] = {
     for names, told in (
         (
             ("--gpu-memory-utilization", "--kv-cache-memory-bytes"),
-            "give --kv-memory, the size of the KV cache alone, or its share of the memory that is "
-            "free once the model is loaded",
+            "give --kv-memory, the size of the KV cache alone or its share of what is free",
         ),
         (("--num-gpu-blocks-override",), "give --kv-cache-tokens, which counts tokens"),
         (
