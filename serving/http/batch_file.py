@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -56,8 +57,13 @@ class Answer:
         """Whether it is an error."""
         return self.status >= 400
 
+    def written(self) -> bytes:
+        """Return the line of an output file, JSON in UTF-8; half a surrogate pair is escaped."""
+        text = json.dumps(self.told(), ensure_ascii=False) + "\n"
+        return text.encode("utf-8", "backslashreplace")
+
     def told(self) -> dict[str, Any]:
-        """Return the line of an output file."""
+        """Return what that line says."""
         error = self.body.get("error") if self.failed and isinstance(self.body, dict) else None
         return {
             "id": f"batch_req_{uuid4().hex}",
@@ -71,8 +77,8 @@ class Answer:
         }
 
 
-def read_lines(texts: Iterable[str]) -> list[Line]:
-    """Return the requests of a file; empty lines are left out.
+def read_lines(texts: Iterable[bytes]) -> list[Line]:
+    """Return the requests of a file in UTF-8; empty lines are left out.
 
     Raises:
         RequestError: lines are no requests; names the first ones and what each lacks.
@@ -80,7 +86,8 @@ def read_lines(texts: Iterable[str]) -> list[Line]:
     lines: list[Line] = []
     wrong: list[str] = []
     known: set[str] = set()
-    for number, text in enumerate(texts, 1):
+    for number, raw in enumerate(texts, 1):
+        text = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if not text.strip():
             continue
         try:
@@ -101,14 +108,17 @@ def read_lines(texts: Iterable[str]) -> list[Line]:
     return lines
 
 
-def _line(text: str) -> Line:
+def _line(raw: bytes) -> Line:
     """Return a request.
 
     Raises:
         RequestError: it is none.
     """
     try:
+        text = raw.decode()
         found = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"it is no text in UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"it is no JSON: {error}") from error
     if not isinstance(found, dict):
@@ -189,7 +199,7 @@ async def ask(app: ASGIApp, line: Line) -> Answer:
     """Return what an endpoint answers, as a client in this process that does not go away."""
     messages: Iterator[Message] = iter(({"type": "http.request", "body": line.body},))
     parts: list[bytes] = []
-    status, headers = 0, dict[bytes, bytes]()
+    status, is_whole, headers = 0, False, dict[bytes, bytes]()
 
     async def receive() -> Message:
         if (message := next(messages, None)) is None:
@@ -198,14 +208,19 @@ async def ask(app: ASGIApp, line: Line) -> Answer:
         return message
 
     async def send(message: Message) -> None:
-        nonlocal status
+        nonlocal status, is_whole
         if message["type"] == "http.response.start":
             status = message["status"]
             headers.update(message["headers"])
         elif message["type"] == "http.response.body":
             parts.append(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
 
-    await app(_scope(line), receive, send)
+    try:
+        await app(_scope(line), receive, send)
+    except Exception:  # a bug is answered with a 500 and logged, and then raised to servers
+        if not is_whole:
+            raise
     request_id = headers.get(b"x-request-id", b"").decode("latin-1")
     return Answer(line.custom_id, status, request_id, json.loads(b"".join(parts)))
 

@@ -105,7 +105,7 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
             if params.prompt_logprobs is not None
             else None,
             "prompt_token_ids": list(job.prompts[0]) if told.ids else None,
-            "prompt_text": turn.prompt_text if body.return_prompt_text else None,
+            "prompt_text": turn.prompt_text,
         }
         if body.timings_per_token:
             more["timings"] = usage.timings()
@@ -169,7 +169,7 @@ async def _chunks(
     more: dict[str, Any] = {"usage": None} if body.include_usage else {}
     choices = [_Streamed(service, index, told) for index in range(job.num_choices)]
     first: dict[str, Any] = {"prompt_token_ids": list(job.prompts[0])} if told.ids else {}
-    if body.return_prompt_text:
+    if turn.prompt_text is not None:
         first["prompt_text"] = turn.prompt_text
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:

@@ -37,14 +37,15 @@ class Turn:
         functions: that were offered.
         thinking: what is done about reasoning.
         model: the name that answers tell.
-        prompt_text: what the chat template made of the chat, or what is left of it.
+        prompt_text: what the chat template made of the chat, or what is left of it; None: nobody
+            asked.
     """
 
     job: Job
     functions: Functions
     thinking: Thinking
     model: str
-    prompt_text: str
+    prompt_text: str | None
 
     def parser(self, service: Service) -> ToolCallParser | None:
         """Return what finds calls in the answer; None: no functions were offered."""
@@ -81,11 +82,12 @@ class Turn:
         encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, most)
         prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
         text, continued = encoded.text, encoded.continued
-        prompt_text = text
-        if len(prompt) < len(encoded.token_ids):
-            prompt_text = service.tokenizer.decode(prompt, skip_special_tokens=False)
-            if chat.truncation_side == "right":
-                text, continued = prompt_text, None
+        left, ends_early = text, chat.truncation_side == "right"
+        is_cut = len(prompt) < len(encoded.token_ids)
+        if is_cut and (ends_early or chat.return_prompt_text):
+            decode = service.tokenizer.decode
+            left = await asyncio.to_thread(decode, prompt, skip_special_tokens=False)
+            text, continued = (left, None) if ends_early else (text, continued)
         thinking = Thinking.of(
             service,
             text,
@@ -100,9 +102,10 @@ class Turn:
             thinking = replace(thinking, is_closed=True)
         if functions and params.structured_outputs is None:  # a form begins behind a closing tag
             thinking = thinking.ending_before(service.tools.format.ends_thought)
+        told = left if chat.return_prompt_text else None
         interval = chat.stream_interval or service.stream_interval
         job = Job([prompt], thinking.before(params), options, unique(name), interval)
-        return cls(job, functions, thinking, adapter or service.model_name, prompt_text)
+        return cls(job, functions, thinking, adapter or service.model_name, told)
 
 
 async def events_of(

@@ -98,6 +98,10 @@ def key_tenant(request: Request) -> str | None:
     return tenant
 
 
+class _TooLargeError(HTTPException):
+    """A body that was larger than it may be."""
+
+
 @dataclass(frozen=True, slots=True)
 class BodyLimitMiddleware:
     """Refuses bodies that are larger than `max_body_bytes`, announced or not."""
@@ -119,10 +123,13 @@ class BodyLimitMiddleware:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self.max_body_bytes:  # of this type, for FastAPI hides the others
-                raise HTTPException(413, self._refusal().message)
+                raise _TooLargeError(413, self._refusal().message)
             return message
 
-        return await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        except _TooLargeError:  # another middleware has read, for whom nobody answers
+            await self._refusal().response(scope["path"])(scope, receive, send)
 
     def _refusal(self) -> ApiError:
         limit = self.max_body_bytes

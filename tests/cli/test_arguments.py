@@ -511,7 +511,7 @@ def test_names_of_the_served_model(capsys: pytest.CaptureFixture[str], tmp_path:
     with pytest.raises(RequestError, match="has 'b' twice"):
         model_names(parse("serve", "m", "--served-model-name", "b", "a", "b"))
     adapter = ("--lora-modules", f"a={folder}")
-    with pytest.raises(RequestError, match="calls an adapter 'a', as the model itself"):
+    with pytest.raises(RequestError, match="is called 'a', as the model itself"):
         model_names(parse("serve", "m", "--served-model-name", "b", "a", *adapter))
     for wrong in (("",), ("a", ""), ()):
         with pytest.raises(SystemExit):

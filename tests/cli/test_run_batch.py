@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(
         (tmp_path / "none.jsonl", tmp_path / "out", "is not there"),
         (bad, tmp_path / "out", "line 1: url is '/v1/images'"),
         (latin, tmp_path / "out", "no text in UTF-8"),
+        ("https://files.example/in.jsonl", tmp_path / "out", "is a URL"),
+        (source, "s3://batches/out.jsonl", "is a URL"),
         (source, source, "would be lost"),
         (source, tmp_path / "none" / "out", "cannot be written"),
         (source, tmp_path, "cannot be written"),
@@ -73,3 +76,17 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(
         assert reason in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     assert source.read_text()
+
+
+def test_an_output_that_may_not_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "in.jsonl", ("/v1/completions", {"prompt": "ab"}))
+    target = tmp_path / "out.jsonl"
+    asked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))
+    assert main(["run-batch", "nowhere", "-i", str(source), "-o", str(target)]) == 1
+    assert "may not be written" in capsys.readouterr().err
+    target.touch()
+    assert main(["run-batch", "nowhere", "-i", str(source), "-o", str(target)]) == 1
+    assert asked == [tmp_path, target]

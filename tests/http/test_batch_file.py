@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +27,10 @@ TOLD = {"custom_id": "a", "method": "POST", "url": TEXT, "body": {"prompt": "ab"
 MESSAGES = [{"role": "user", "content": "ab"}]
 
 
-def line(**changed: Any) -> str:
+def line(**changed: Any) -> bytes:
     """Return a line; None leaves a field out."""
-    return json.dumps({name: one for name, one in (TOLD | changed).items() if one is not None})
+    fields = {name: one for name, one in (TOLD | changed).items() if one is not None}
+    return json.dumps(fields).encode()
 
 
 def batch(*bodies: dict[str, Any], url: str = TEXT) -> list[Line]:
@@ -40,7 +42,7 @@ async def asked(app: Any, lines: Sequence[Line], most: int = 2) -> list[Answer]:
 
 
 def test_requests_of_a_file() -> None:
-    texts = [line(), "", "  ", line(custom_id="b", method=None, url=CHAT)]
+    texts = [line(), b"", b"  \r\n", line(custom_id="b", method=None, url=CHAT)]
     first, second = read_lines(texts)
     assert (first.custom_id, first.url, json.loads(first.body)) == ("a", TEXT, {"prompt": "ab"})
     assert (second.custom_id, second.url) == ("b", CHAT)
@@ -49,8 +51,9 @@ def test_requests_of_a_file() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "no JSON"),
-        ("[1]", "write an object"),
+        (b"{", "no JSON"),
+        (b'"\xff"', "no text in UTF-8"),
+        (b"[1]", "write an object"),
         (line(custom_id=None), "custom_id is missing"),
         (line(custom_id=""), "custom_id is missing"),
         (line(custom_id=7), "custom_id is missing"),
@@ -63,7 +66,7 @@ def test_requests_of_a_file() -> None:
         (line(model="m"), "'model'"),
     ],
 )
-def test_lines_that_are_no_requests(text: str, reason: str) -> None:
+def test_lines_that_are_no_requests(text: bytes, reason: str) -> None:
     with pytest.raises(RequestError, match="line 2: ") as caught:
         read_lines([line(custom_id="other"), text])
     assert reason in str(caught.value)
@@ -71,14 +74,40 @@ def test_lines_that_are_no_requests(text: str, reason: str) -> None:
 
 def test_all_bad_lines_are_told_at_once_up_to_ten() -> None:
     with pytest.raises(RequestError) as caught:
-        read_lines([line(), line(), *["{"] * 11])
+        read_lines([line(), line(), *[b"{"] * 11])
     text = str(caught.value)
     assert "line 2: custom_id 'a' is there before" in text
     assert "line 11: " in text
     assert "line 12" not in text
     assert text.endswith("and 2 more")
     with pytest.raises(RequestError, match="no requests"):
-        read_lines(["", " "])
+        read_lines([b"", b" "])
+
+
+def test_files_of_editors_that_mark_their_encoding() -> None:
+    assert len(read_lines([codecs.BOM_UTF8 + line(), line(custom_id="b")])) == 2
+    assert read_lines([codecs.BOM_UTF8 + b"\r\n", line()])
+
+
+def test_any_text_of_json_can_be_written() -> None:
+    answer = Answer("\ud83d \u2028é", 200, "r", {"text": '中\\ud800"\n'})
+    written = answer.written()
+    assert written.count(b"\n") == 1
+    assert "中".encode() in written
+    found = json.loads(written)
+    assert (found["custom_id"], found["response"]["body"]) == (answer.custom_id, answer.body)
+
+
+async def test_a_bug_fails_its_own_request_alone(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(Tokenizer.from_folder(model_folder, frozenset()))
+    engine.refusals[:] = [KeyError("bug"), None]
+    app = create_app(engine, "fake", ChatTemplate.read(model_folder))
+    found = await asked(app, batch({"prompt": "ab"}, {"prompt": "ab"}), most=1)
+    assert [answer.status for answer in found] == [500, 200]
+    assert found[0].told()["error"]["type"] == "server_error"
+    assert "KeyError" in caplog.text
 
 
 async def test_answers_and_errors_of_endpoints(model_folder: Path) -> None:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.http.invocations import CLASSIFY, InvocationsMiddleware
+from onnxport.serving.http.middleware import BodyLimitMiddleware
 from onnxport.serving.tokenizer import Tokenizer
 
 from .fake import Client, FakeEngine, events
@@ -62,6 +63,16 @@ def test_a_body_that_comes_in_pieces() -> None:
     client = TestClient(InvocationsMiddleware(told))
     answer = client.post("/invocations", content=iter([b'{"prom', b'pt": ', b'"ab"}']))
     assert answer.json() == {"/v1/completions": {"prompt": "ab"}}
+
+
+def test_a_body_that_is_too_large_is_refused_announced_or_not() -> None:
+    client = TestClient(BodyLimitMiddleware(InvocationsMiddleware(told), max_body_bytes=20))
+    for content in (b" " * 21, iter([b'{"prompt":', b'"abcdefghi"}'])):
+        answer = client.post("/invocations", content=content)
+        assert answer.status_code == 413
+        assert "larger than 20 bytes" in answer.json()["error"]["message"]
+    answer = client.post("/invocations", content=iter([b'{"prompt":', b'"abcdefg"}']))
+    assert answer.json() == {"/v1/completions": {"prompt": "abcdefg"}}
 
 
 async def test_answers_streams_and_errors(model_folder: Path) -> None:

@@ -157,6 +157,24 @@ async def test_the_text_of_a_chat_s_prompt_is_told(client: Client, engine: FakeE
     assert refused.status_code == 400
 
 
+async def test_what_is_cut_from_a_chat_is_not_read_again_unasked(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Sequence[int]] = []
+    decode = Tokenizer.decode
+
+    def watched(self: Tokenizer, ids: Sequence[int], **more: Any) -> str:
+        read.append(tuple(ids))
+        return decode(self, ids, **more)
+
+    monkeypatch.setattr(Tokenizer, "decode", watched)
+    cut = {"truncate_prompt_tokens": 3}
+    assert (await client.chat("abc", **cut)).status_code == 200
+    assert read == []
+    assert (await client.chat("abc", return_prompt_text=True, **cut)).status_code == 200
+    assert [len(ids) for ids in read] == [3]
+
+
 async def test_ids_of_a_stream(client: Client, engine: FakeEngine) -> None:
     ask = {"return_token_ids": True, "stream": True}
     for send in (client.complete, client.chat):

@@ -17,6 +17,7 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
+from onnxport.cli.unknown_options import parsed
 from onnxport.errors import OnnxportError
 from onnxport.version import __version__
 
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a text may have what a terminal cannot show
         sys.stdout.reconfigure(errors="replace")
-    options = build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parsed(build_parser(), given)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if getattr(options, "verbose", False):
         logging.getLogger("onnxport").setLevel(logging.INFO)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from onnxport.cli.application import add_api_options, add_model_options, check_choices, open_app
 from onnxport.cli.arguments import Commands, command
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _answer(
-    app: ASGIApp, engine: AsyncEngine, lines: Sequence[Line], file: TextIO, max_inflight: int
+    app: ASGIApp, engine: AsyncEngine, lines: Sequence[Line], file: BinaryIO, max_inflight: int
 ) -> int:
     """Write a line for each request, and return how many failed."""
     from onnxport.serving.http.batch_file import answers
@@ -85,7 +85,7 @@ async def _answer(
     try:
         async for answer in answers(app, lines, max_inflight):
             failed += answer.failed
-            file.write(json.dumps(answer.told(), ensure_ascii=False) + "\n")
+            file.write(answer.written())
             file.flush()
     finally:
         await engine.close()
@@ -100,34 +100,45 @@ def _lines(path: str) -> list[Line]:
     """
     from onnxport.serving.http.batch_file import read_lines
 
+    _check_local("--input-file", path)
     try:
         if path == STANDARD:
-            return read_lines(sys.stdin.read().split("\n"))
-        return read_lines(Path(path).read_text(encoding="utf-8").split("\n"))
+            return read_lines(sys.stdin.buffer)
+        with Path(path).open("rb") as file:
+            return read_lines(file)
     except FileNotFoundError as error:
         raise RequestError(f"--input-file {path} is not there") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--input-file {path} is no text in UTF-8: {error}") from error
+
+
+def _check_local(option: str, path: str) -> None:
+    """Refuse a URL, which vLLM's command reads from and writes to."""
+    if "://" in path:
+        raise RequestError(
+            f"{option} {path} is a URL; give a file of this machine, or - for a pipe"
+        )
 
 
 def _check_output(source: str, target: str) -> None:
     """Refuse to write where the requests are read from, or where there is no folder."""
     if target == STANDARD:
         return
+    _check_local("--output-file", target)
     path = Path(target)
     if not path.parent.is_dir() or path.is_dir():
         raise RequestError(
             f"--output-file {target} cannot be written: it is a folder, or has none to be in"
         )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RequestError(f"--output-file {target} may not be written by this user")
     if source != STANDARD and path.exists() and path.samefile(source):
         raise RequestError("--output-file is --input-file, which would be lost; give another one")
 
 
 @contextmanager
-def _writing(target: str) -> Iterator[TextIO]:
+def _writing(target: str) -> Iterator[BinaryIO]:
     """Give the file that answers go to."""
     if target == STANDARD:
-        yield sys.stdout
+        yield sys.stdout.buffer
         return
-    with Path(target).open("w", encoding="utf-8", newline="\n") as file:
+    with Path(target).open("wb") as file:
         yield file
