@@ -289,8 +289,8 @@ def test_scales_that_mean_nothing(two_adapters: RunningServer, lora: Any, words:
 )
 def test_what_is_no_list_of_scales(two_adapters: RunningServer, body: Any, words: str) -> None:
     answer = httpx.post(f"{two_adapters.url}/lora-adapters", json=body)
-    message = refused(answer, 400)
-    assert message.startswith("the body: ")
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, message[:10]) == (400, "the body: ")
     assert words in message
 
 
