@@ -127,7 +127,12 @@ class LoraAdapter:
     @property
     def rank(self) -> int:
         """The largest rank of all."""
-        return max((delta.rank for delta in self.deltas.values()), default=0)
+        return max(self.ranks.values(), default=0)
+
+    @property
+    def ranks(self) -> dict[tuple[int, Projection], int]:
+        """The rank of each delta."""
+        return {key: delta.rank for key, delta in self.deltas.items()}
 
 
 def projection_shapes(spec: ArchSpec, layer: int) -> dict[Projection, tuple[int, int]]:

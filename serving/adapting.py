@@ -135,9 +135,10 @@ def near_target(
     """
     assert row.target is not None
     # What weighs nothing counts, too: it is as far from the target as any unlikely token.
-    ids, weights = thinned(
-        values, row._replace(thinning=row.thinning or Thinning()), reach=math.inf
-    )
+    ids, _ = thinned(values, row._replace(thinning=row.thinning or Thinning()), reach=math.inf)
+    # Weighed by themselves: they may weigh nothing beside a token that was left out.
+    left = values[ids].astype(np.float64)
+    weights = np.exp((left - left.max()) / max(row.temperature, LEAST_TEMPERATURE))
     chances = weights / weights.sum()
     distance = np.abs(chances - row.target) / WIDTH
     return ids, chances, PEAK - SHARPNESS * distance * distance / (1.0 + distance)

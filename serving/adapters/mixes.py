@@ -101,12 +101,16 @@ class Mixes:
 
     def __init__(self) -> None:
         self._by_parts: dict[Parts, Entry] = {}  # those that requests find
-        self._entries: list[Entry] = []  # and those whose parts were unloaded or replaced
+        # By number: these, and those whose parts were unloaded or replaced.
+        self._entries: dict[int, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All of them."""
-        return tuple(self._entries)
+        return tuple(self._entries.values())
 
     def find(self, mix: Adapter) -> Entry | None:
         """Return the one of these parts; None: there is none yet."""
@@ -120,7 +124,7 @@ class Mixes:
             assert not part.hidden
             part.num_mixes += 1
         self._by_parts[mix.parts] = entry
-        self._entries.append(entry)
+        self._entries[number] = entry
         return entry
 
     def hide(self, part: Adapter) -> None:
@@ -132,36 +136,31 @@ class Mixes:
 
     def spent(self) -> list[Entry]:
         """Those that no request uses, and that have no slot or are found no more."""
-        return [one for one in self._entries if not one.num_requests and _is_spent(one)]
+        return [one for one in self._entries.values() if is_spent(one)]
 
     def idle(self) -> list[Entry]:
         """Those that no request uses."""
-        return [one for one in self._entries if not one.num_requests]
+        return [one for one in self._entries.values() if not one.num_requests]
 
     def remove(self, entry: Entry) -> list[Entry]:
         """Forget one; returns its parts, which it needs no more."""
         self._by_parts.pop(entry.adapter.parts, None)
-        self._entries.remove(entry)
-        assert isinstance(entry.source, MixedWeights)
-        parts = [part for part, _ in entry.source.parts]
+        del self._entries[entry.adapter.number]
+        parts = parts_of(entry)
         for part in parts:
             part.num_mixes -= 1
         return parts
-
-    def num_requests(self, part: Adapter) -> int:
-        """Unfinished requests of mixes that an adapter is a part of."""
-        return sum(one.num_requests for one in self._entries if part in one.adapter.members)
 
     def check(self) -> None:
         """Assert the invariants (for tests)."""
         assert not self.spent()
         assert all(not one.hidden for one in self._by_parts.values())
-        for entry in self._entries:
-            assert isinstance(entry.source, MixedWeights)
+        for entry in self.entries:
             assert entry.hidden != (self._by_parts.get(entry.adapter.parts) is entry)
-            for part, _ in entry.source.parts:
-                uses = [one for one in self._entries if part.adapter in one.adapter.members]
+            for part in parts_of(entry):
+                uses = [one for one in self.entries if part.adapter in one.adapter.members]
                 assert part.num_mixes == len(uses)
+                assert part.num_mixed_requests == sum(one.num_requests for one in uses)
 
 
 class MixedWeights:
@@ -176,5 +175,13 @@ class MixedWeights:
         return mixed(self._name, [(part.weights, scale) for part, scale in self.parts])
 
 
-def _is_spent(entry: Entry) -> bool:
-    return entry.slot is None or entry.hidden
+def parts_of(entry: Entry) -> list[Entry]:
+    """Return the loaded adapters that a mix is made of; of any other, none."""
+    return (
+        [part for part, _ in entry.source.parts] if isinstance(entry.source, MixedWeights) else []
+    )
+
+
+def is_spent(mix: Entry) -> bool:
+    """Whether no request uses a mix, and it has no slot or is found no more."""
+    return not mix.num_requests and (mix.slot is None or mix.hidden)

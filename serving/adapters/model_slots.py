@@ -33,6 +33,7 @@ class Entry:
     slot: int | None = None  # of the model, from 1
     num_requests: int = 0  # unfinished ones
     num_mixes: int = 0  # that it is a part of
+    num_mixed_requests: int = 0  # unfinished ones of these
     hidden: bool = False
     last_used: int = 0  # when a request came or ended, or it got its slot; larger is later
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from onnxport.errors import AdapterError, CapacityError, UnknownAdapterError
+from onnxport.errors import AdapterError, CapacityError, RequestError, UnknownAdapterError
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import Model
 from onnxport.serving.adapters.adapter import Adapter
-from onnxport.serving.adapters.mixes import Mixes, mix_of
+from onnxport.serving.adapters.mixes import Mixes, is_spent, mix_of, parts_of
 from onnxport.serving.adapters.model_slots import Entry, ModelSlots
 from onnxport.serving.params import RequestOptions
 
@@ -84,15 +85,13 @@ class AdapterRegistry:
     @property
     def num_requests(self) -> dict[str, int]:
         """Unfinished requests of each adapter that requests may pick."""
-        return {
-            name: self._entries[one.number].num_requests + self._mixes.num_requests(one)
-            for name, one in self._loaded.items()
-        }
+        entries = {name: self._entries[one.number] for name, one in self._loaded.items()}
+        return {name: one.num_requests + one.num_mixed_requests for name, one in entries.items()}
 
     @property
     def num_held(self) -> int:
         """Adapters in host memory: the loaded ones, and those that were unloaded and are in use."""
-        return len(self._entries) - len(self._mixes.entries)
+        return len(self._entries) - len(self._mixes)
 
     @property
     def scales(self) -> Mapping[str, float]:
@@ -147,20 +146,24 @@ class AdapterRegistry:
             return self.find(options.adapter)
         if options.adapter_scales is not None:
             return self._mix(dict(options.adapter_scales))
-        return self._mix(self._scales) if self._scales else None
+        loaded = self._loaded  # of which one may be unloaded meanwhile
+        return self._sum((loaded[name], by) for name, by in self._scales.items() if name in loaded)
 
     def set_scales(self, scales: Mapping[str, float]) -> None:
         """Say what adapters are times in requests that pick none; of all others it is 0.
 
         Raises:
             UnknownAdapterError: one is not loaded.
-            RequestError: the rank of their sum is too large.
+            RequestError: a scale is out of its range, or the rank of their sum is too large.
         """
-        self._mix(scales)
-        self._scales = MappingProxyType({name: scale for name, scale in scales.items() if scale})
+        checked = dict(RequestOptions(adapter_scales=scales).adapter_scales or ())
+        self._mix(checked)
+        self._scales = MappingProxyType({name: scale for name, scale in checked.items() if scale})
 
     def _mix(self, scales: Mapping[str, float]) -> Adapter | None:
-        pairs = [(self.find(name), scale) for name, scale in scales.items()]
+        return self._sum([(self.find(name), scale) for name, scale in scales.items()])
+
+    def _sum(self, pairs: Iterable[tuple[Adapter, float]]) -> Adapter | None:
         return mix_of(pairs, self._slots.limits.max_adapter_rank)
 
     def read(self, path: Path, reader: AdapterReader | None = None) -> AdapterContent:
@@ -206,6 +209,8 @@ class AdapterRegistry:
                 f"{name!r} cannot name an adapter; give 1 to {MAX_NAME} printable characters"
             )
         self._check_rank(content)
+        if previous is not None:
+            self._check_joint_rank(previous, content)
         for mix in self._mixes.idle():  # whose slots may be of more use
             self._forget(mix)
         slot = self._slot_for(previous)
@@ -216,7 +221,7 @@ class AdapterRegistry:
             *(content.path, content.base_model),
             next(self._places) if previous is None else previous.place,
             *(content.task_name, content.prompt_prefix),
-            ranks={key: delta.rank for key, delta in content.adapter.deltas.items()},
+            ranks=content.adapter.ranks,
         )
         entry = Entry(adapter, content.adapter, last_used=next(self._uses))
         if previous is not None:
@@ -264,6 +269,8 @@ class AdapterRegistry:
         assert not entry.hidden
         entry.last_used = next(self._uses)
         self._slots.begin_use(entry)
+        for part in parts_of(entry):
+            part.num_mixed_requests += 1
         return entry.adapter
 
     def release(self, adapter: Adapter) -> None:
@@ -271,6 +278,8 @@ class AdapterRegistry:
         entry = self._entries[adapter.number]
         entry.last_used = next(self._uses)
         self._slots.end_use(entry)
+        for part in parts_of(entry):
+            part.num_mixed_requests -= 1
         self._tidy(entry)
 
     def by_last_use(self) -> list[int]:
@@ -343,6 +352,20 @@ class AdapterRegistry:
                 "(--max-lora-rank)"
             )
 
+    def _check_joint_rank(self, previous: Adapter, content: AdapterContent) -> None:
+        """Refuse what makes the rank of the sum too large that requests get which pick none."""
+        if previous.name not in self._scales:
+            return
+        coming = replace(previous, rank=content.adapter.rank, ranks=content.adapter.ranks)
+        found = {name: self._loaded[name] for name in self._scales} | {previous.name: coming}
+        try:
+            self._sum((found[name], scale) for name, scale in self._scales.items())
+        except RequestError as error:
+            raise CapacityError(
+                f"{content.path} cannot replace {previous.name!r}, a part of what requests get "
+                f"that pick no adapter: {error}. Or set other scales first (/lora-adapters)"
+            ) from None
+
     def _slot_for(self, previous: Adapter | None) -> int | None:
         """Return a slot for an adapter that may replace one; None: it stays in host memory."""
         held = None if previous is None else self._entries[previous.number]
@@ -382,7 +405,8 @@ class AdapterRegistry:
         if entry.adapter.number not in self._entries:  # with the last mix of it
             return
         if entry.adapter.parts:
-            self._tidy_mixes()
+            if is_spent(entry):
+                self._forget(entry)
         elif entry.hidden and not entry.num_requests and not entry.num_mixes:
             del self._entries[entry.adapter.number]
             self._slots.empty(entry)

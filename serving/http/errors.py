@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -146,6 +146,9 @@ def no_such_path(app: FastAPI, path: str) -> ApiError:
     return ApiError(404, f"there is no such path {shortened(path)!r}; there are {', '.join(there)}")
 
 
+OF_LISTS: Final = ("list_type", "too_long")  # what pydantic says of a body that is to be a list
+
+
 def validation_error(content_type: str, errors: list[Any], known: Mapping[str, Any]) -> ApiError:
     """Say what is wrong with a body that does not fit its model.
 
@@ -166,6 +169,8 @@ def validation_error(content_type: str, errors: list[Any], known: Mapping[str, A
         reason = first.get("ctx", {}).get("error", "malformed")
         return ApiError(400, f"the body is not valid JSON: {reason} at character {path[0]}")
     param = ".".join(map(shortened, path))
+    if not path and first["type"] in OF_LISTS:
+        return ApiError(400, f"the body: {first['msg'][0].lower()}{first['msg'][1:]}")
     if not path:
         return ApiError(
             400, 'the body must be one JSON object, such as {"model": "…", "messages": […]}'

@@ -116,7 +116,7 @@ def test_scales(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ("c:d", Path("c:d"), 1.0),
     ]
     assert cli.adapter_scales(options) == {"sql": 0.5, "poems": -2.0, "c:d": 1.0}
-    for wrong in ("a", "a:", ":1", "a:x", "a:nan", "a:1,b"):
+    for wrong in ("a", "a:", ":1", "a:x", "a:nan", "a:1001", "a:1,b"):
         with pytest.raises(SystemExit, match="2"):
             parse("--lora-scaled", wrong)
         assert "is not FNAME:SCALE" in capsys.readouterr().err

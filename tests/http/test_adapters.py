@@ -283,6 +283,17 @@ def test_scales_that_mean_nothing(two_adapters: RunningServer, lora: Any, words:
     assert httpx.post(f"{two_adapters.url}/lora-adapters", json=lora).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [({}, "valid list"), ([{"id": 0, "scale": 0}] * 257, "at most 256 items")],
+)
+def test_what_is_no_list_of_scales(two_adapters: RunningServer, body: Any, words: str) -> None:
+    answer = httpx.post(f"{two_adapters.url}/lora-adapters", json=body)
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, message[:10]) == (400, "the body: ")
+    assert words in message
+
+
 def test_a_model_and_scales(two_adapters: RunningServer) -> None:
     answer = scaled(two_adapters, model="one", lora=[{"id": 1, "scale": 0.5}])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxport.errors import AdapterError, RequestError, UnknownAdapterError
+from onnxport.errors import AdapterError, CapacityError, RequestError, UnknownAdapterError
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.adapters.mixes import mix_of, mixed
@@ -186,6 +186,78 @@ def test_what_requests_get_that_pick_none() -> None:
     assert tokens(run(engine)["later"]) == alone_with(None, PROMPT, GREEDY)
     with pytest.raises(UnknownAdapterError):
         adapters.set_scales({"1": 1.0})
+    engine.close()
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -1001.0])
+def test_what_is_for_all_has_the_range_of_scales(scale: float) -> None:
+    engine = adapter_engine(adapters=(0,), num_blocks=100)
+    with pytest.raises(RequestError, match="adapter_scales"):
+        engine.adapters.set_scales({"0": scale})
+    assert engine.adapters.scales == {}
+    engine.close()
+
+
+def test_one_that_is_gone_is_no_part_of_what_is_for_all() -> None:
+    """Another thread may see the scales from before an adapter was unloaded."""
+    engine = adapter_engine(adapters=(0, 1), num_blocks=100)
+    adapters = engine.adapters
+    adapters.set_scales({"0": 1.0, "1": 0.5})
+    before = adapters._scales
+    adapters.unload("1")
+    adapters._scales = before
+    picked = adapters.pick(RequestOptions())
+    assert picked is not None
+    assert picked.name == "0"
+    engine.close()
+
+
+def test_what_is_for_all_keeps_its_rank_when_a_part_is_replaced() -> None:
+    engine = adapter_engine(adapters=(0, 1), num_blocks=100)  # of rank 2, up to 16
+    adapters = engine.adapters
+    adapters.set_scales({"0": 0.5, "1": 0.5})
+    adapters.load("1", content(3, rank=14), in_place=True)
+    with pytest.raises(
+        CapacityError, match=r"cannot replace '1', .* has rank 17, .*/lora-adapters"
+    ):
+        adapters.load("1", content(4, rank=15), in_place=True)
+    submit(engine, "x", PROMPT, GREEDY)
+    found = tokens(run(engine)["x"])
+    assert len(found) == 6
+    adapters.set_scales({"0": 0.5})
+    adapters.load("1", content(4, rank=15), in_place=True)
+    engine.check()
+    engine.close()
+
+
+def test_what_a_step_costs_does_not_grow_with_adapters_times_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests of an adapter are counted as they come and go, not by a look at all sums."""
+    engine = adapter_engine(adapters=(0, 1, 2), num_blocks=100, max_adapters=4)
+    for number in range(40):
+        scales = {"0": 0.5, "1": 1.0 + number / 64}
+        submit(engine, str(number), PROMPT, GREEDY, adapter_scales=scales)
+    looks = 0
+    members = Adapter.members.fget
+    assert members is not None
+
+    def counted(one: Adapter) -> tuple[Adapter, ...]:
+        nonlocal looks
+        looks += 1
+        return tuple(members(one))
+
+    monkeypatch.setattr(Adapter, "members", property(counted))
+    assert engine.stats().adapter_requests == {"0": 40, "1": 40, "2": 0}
+    assert looks == 0
+    monkeypatch.undo()
+    checked_step(engine)
+    engine.abort("7")
+    engine.check()
+    assert engine.adapters.num_requests == {"0": 39, "1": 39, "2": 0}
+    run(engine)
+    assert engine.adapters.num_requests == {"0": 0, "1": 0, "2": 0}
+    engine.check()
     engine.close()
 
 

@@ -66,16 +66,16 @@ def bell(chances: dict[int, float], target: float) -> dict[int, float]:
 
 def possible_near(
     logits: Sequence[float], params: SamplingParams, target: float, number: float
-) -> dict[int, float]:
-    """The tokens that `number` may draw, and how probable each was before: in the order of ids."""
-    found: dict[int, float] = {}
-    for off in (-ROUNDING, ROUNDING):
+) -> dict[int, list[float]]:
+    """The tokens that `number` may draw, and how probable each was before, by what was left."""
+    found: dict[int, list[float]] = {}
+    for off in (-ROUNDING, 0.0, ROUNDING):
         chances = probabilities(logits, params, off)
         end = 0.0
         for token_id, share in sorted(bell(chances, target).items()):
             start, end = end, end + share
             if start - SLACK <= number < end + SLACK:
-                found[token_id] = chances[token_id]
+                found.setdefault(token_id, []).append(chances[token_id])
     return found
 
 
@@ -105,7 +105,8 @@ def test_what_is_drawn_is_what_plain_loops_allow(
         assert sampled.surprises is not None
         if kind == "normal" or "typical_p" not in more:  # a tie of distances may fall otherwise
             assert token_id in allowed, name
-            assert 2.0 ** -sampled.surprises[0] == pytest.approx(allowed[token_id], abs=1e-4)
+            chance = 2.0 ** -sampled.surprises[0]
+            assert any(chance == pytest.approx(one, abs=1e-4) for one in allowed[token_id])
 
 
 def test_all_that_may_come_counts_however_unlikely() -> None:
@@ -119,6 +120,19 @@ def test_all_that_may_come_counts_however_unlikely() -> None:
         assert len({*sampled.token_ids}) == 200
         assert sampled.surprises is not None
         assert min(sampled.surprises) > 700.0
+
+
+@pytest.mark.parametrize("gap", [200.0, 2000.0])
+def test_what_weighs_nothing_beside_what_xtc_leaves_out(gap: float) -> None:
+    """It leaves the least likely choice: here all are choices, and one is left, for certain."""
+    params = SamplingParams(
+        1.0, adaptive_target=0.5, xtc_probability=1.0, xtc_threshold=0.0, typical_p=1.0
+    )
+    logits = np.array([[0.0, -gap, -gap / 2]], np.float32)
+    row = row_of(params, 0.3, 0.5)._replace(thinning=Thinning(xtc_threshold=0.0))
+    for name in ("numpy", "portable"):
+        sampled = sampler_named(name).sample(logits, [row])
+        assert (sampled.token_ids, sampled.surprises) == ([1], [0.0]), name
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -316,7 +330,8 @@ def _check(prompt: list[int], output: list[int], params: SamplingParams, index: 
         number = uniform(params.seed + index * SEED_STEP, len(prompt) + place)
         found = possible_near(values, params, state.target, number)
         assert token_id in found, (place, params)
-        state.note(-math.log2(found[token_id]))
+        each = found[token_id]
+        state.note(-math.log2(each[len(each) // 2]))  # that of no rounding, if it is there
 
 
 def test_probabilities_of_tokens_come_near_the_target() -> None:

@@ -72,8 +72,12 @@ Candidates left_of(const Kernels& kernels, const Row& row, const Request& reques
 
 Surprising draw_near(const Kernels& kernels, const Row& row, const Request& request, Scratch& s) {
   const double temperature = std::max(request.temperature, kLeastTemperature);
-  const Weighing by{row.range.maximum, static_cast<float>(kLog2E / temperature)};
+  Weighing by{row.range.maximum, static_cast<float>(kLog2E / temperature)};
   const Candidates all = left_of(kernels, row, request, by, s);
+  if (request.typical_p < 1.0 || request.xtc_threshold <= 1.0) {
+    // What is left may weigh nothing beside the likeliest token, if that is gone.
+    by.maximum = kernels.scan(all.values, all.size).maximum;
+  }
   const double total = total_weight(kernels, all, by, s);
   const Nearness to{static_cast<float>(1.0 / total), static_cast<float>(request.mu)};
   kernels.near_sums(all.values, all.size, by, to, s.sums.data());

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +58,8 @@ def _module_object(text: str) -> tuple[str, Path]:
 
 def scaled_adapters(text: str) -> list[tuple[str, Path, float]]:
     """Parse llama.cpp's FNAME:SCALE, or several with commas between; each is called as its file."""
+    from onnxport.serving.params import MAX_SCALE
+
     found = []
     for part in text.split(","):
         path, colon, number = part.rpartition(":")
@@ -66,9 +67,10 @@ def scaled_adapters(text: str) -> list[tuple[str, Path, float]]:
             scale = float(number)
         except ValueError:
             colon = ""
-        if not (colon and path and math.isfinite(scale)):
+        if not (colon and path and abs(scale) <= MAX_SCALE):
             raise argparse.ArgumentTypeError(
-                f"{part!r} is not FNAME:SCALE, as in adapters/sql.gguf:0.5"
+                f"{part!r} is not FNAME:SCALE, as in adapters/sql.gguf:0.5, with a scale of "
+                f"-{MAX_SCALE:g} to {MAX_SCALE:g}"
             )
         file = Path(path)
         name = file.stem if file.suffix.lower() == ".gguf" else file.resolve().name
@@ -271,8 +273,7 @@ def _joint_rank(adapters: Sequence[LoraAdapter]) -> int:
     """Return the rank of a sum of adapters."""
     from onnxport.serving.adapters.mixes import joint_ranks
 
-    ranks = ({key: delta.rank for key, delta in one.deltas.items()} for one in adapters)
-    return max(joint_ranks(ranks).values(), default=0)
+    return max(joint_ranks(one.ranks for one in adapters).values(), default=0)
 
 
 def _giving(options: argparse.Namespace) -> str:
