@@ -194,12 +194,8 @@ def _export(
     mtp = _mtp_head(job, checkpoint, options) if options.mtp else None
     if options.keeps_experts:
         _check_kept(checkpoint, plan, job.config)
-    elif options.block() and {*_expert_dtypes(checkpoint, plan).values()} == {MXFP4}:
-        logger.warning(
-            "experts are stored in MXFP4 and are quantized again, to %s, which changes them; "
-            "the expert precision mxfp4 keeps them as they are",
-            options.projections,
-        )
+    elif options.block():
+        _tell_mxfp4(checkpoint, plan, options)
     _tell_requantized(checkpoint, plan, formats, options)
     expected_bytes = artifact_bytes(spec, plan, checkpoint, options)
     if mtp is not None:
@@ -348,6 +344,18 @@ def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
         )
     elif count:
         logger.info("all %d blocks of integers are stored as they are", count)
+
+
+def _tell_mxfp4(checkpoint: Checkpoint, plan: WeightPlan, options: ExportOptions) -> None:
+    """Say that experts change which need not. Eight bits have room for them where blocks stay."""
+    types = _expert_dtypes(checkpoint, plan)
+    stay = options.projections == "int8" and types.keys() <= checkpoint.packed_matrices.keys()
+    if {*types.values()} == {MXFP4} and not stay:
+        logger.warning(
+            "experts are stored in MXFP4 and are quantized again, to %s, which changes them; "
+            "the expert precision mxfp4 keeps them as they are",
+            options.projections,
+        )
 
 
 def _tell_requantized(

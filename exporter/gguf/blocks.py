@@ -23,6 +23,7 @@ from onnxport.exporter.gguf import minima
 MXFP4: Final = "MXFP4"
 STEP_BLOCK: Final = 32  # numbers that share a scale, in every type that has `BlockType.bits`
 
+_EXPERTS: Final = "_exps.weight"  # what names of experts' matrices end in
 _SCALE_BYTES: Final = 2  # float16, ahead of a block's numbers
 _PLAIN: Final[Mapping[str, np.dtype[Any]]] = {
     "F32": np.dtype("<f4"),
@@ -50,7 +51,7 @@ class BlockType:
         """The bits of blocks that change its numbers by nothing or little; None: it is plain."""
         if self.name in _PLAIN:
             return None
-        return 4 if self.bits == 4 or self.has_minima or self.name == MXFP4 else 8
+        return 4 if self.bits == 4 or self.has_minima else 8
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of so many numbers, which are whole blocks."""
@@ -90,7 +91,7 @@ TYPES: Final[Mapping[int, BlockType]] = {
     30: BlockType("BF16", 1, 2),
     34: BlockType("TQ1_0", 256, 54),
     35: BlockType("TQ2_0", 256, 66),
-    39: BlockType(MXFP4, 32, 17),
+    39: BlockType(MXFP4, 32, 17, bits=5),  # twice a number is an integer up to 12
     40: BlockType("NVFP4", 64, 36),
     41: BlockType("Q1_0", 128, 18, bits=4),
     42: BlockType("Q2_0", 64, 18, bits=4),
@@ -104,6 +105,19 @@ _UNEVEN: Final = np.array(
 _OWN: Final = frozenset(
     {*_PLAIN, *minima.NAMES, "Q1_0", "Q2_0", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", MXFP4}
 )
+
+
+def wanted_bits(types: Mapping[str, str]) -> dict[str, int | None]:
+    """The bits that each tensor needs, see `BlockType.wanted_bits`.
+
+    Experts that all are in MXFP4 have four, as they do where they stay so (`--expert-precision`).
+
+    Args:
+        types: Names of types by names of tensors, of all that a file has.
+    """
+    experts = {name for name in types if name.endswith(_EXPERTS)}
+    loose = experts if {types[name] for name in experts} == {MXFP4} else set()
+    return {name: 4 if name in loose else BY_NAME[one].wanted_bits for name, one in types.items()}
 
 
 def check_decodable(name: str, tensor: str) -> None:
@@ -167,6 +181,8 @@ def steps(name: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """
     kind = BY_NAME[name]
     blocks = data.reshape(len(data), -1, kind.num_bytes)
+    if name == MXFP4:
+        return np.float32(0.5) * mxfp4.POWERS[blocks[..., 0]]
     scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view("<f2")[..., 0]
     return np.repeat(scales.astype(np.float32), kind.size // STEP_BLOCK, axis=1)
 

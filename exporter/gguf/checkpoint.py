@@ -99,6 +99,8 @@ class GgufCheckpoint(Checkpoint):
                     (rows, columns), stored.bits, groups, name, name, None, None
                 )
         self._with_minima, self._cut = frozenset(with_minima), frozenset(cut)
+        types = {name: one.dtype for name, one in self._tensors.items()}
+        self._wanted_bits = blocks.wanted_bits(types)
         self._joined: dict[str, tuple[str, str]] = {}
         for name in tuple(self._tensors):
             if name.endswith(GATE_BIAS):
@@ -143,7 +145,7 @@ class GgufCheckpoint(Checkpoint):
 
     def wanted_bits(self, name: str) -> int | None:
         """See `Checkpoint`."""
-        wanted = blocks.BY_NAME[self._tensors[name].dtype].wanted_bits
+        wanted = self._wanted_bits[name]
         return 8 if wanted == 4 and name in self._cut else wanted  # which cannot stay
 
     def is_readable(self, name: str) -> bool:

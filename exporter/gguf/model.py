@@ -86,12 +86,13 @@ class GgufModel:
 
     @cached_property
     def _wanted_bits(self) -> frozenset[int | None]:
-        """The bits that matrices of layers need, see `BlockType.wanted_bits`."""
+        """The bits that matrices of layers need, see `blocks.wanted_bits`."""
+        tensors = {name: one for shard in self._shards for name, one in shard.tensors.items()}
+        wanted = blocks.wanted_bits({name: one.dtype for name, one in tensors.items()})
         return frozenset(
-            blocks.BY_NAME[tensor.dtype].wanted_bits
-            for shard in self._shards
-            for name, tensor in shard.tensors.items()
-            if len(tensor.shape) > 1 and name.startswith("blk.")
+            wanted[name]
+            for name, one in tensors.items()
+            if len(one.shape) > 1 and name.startswith("blk.")
         )
 
     @property

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import attribute_int
 from onnxport.providers.cpu.library import matmul_isa
 from tests.exporter.run_graphs import check_golden
 from tests.exporter.test_gguf import made, meant, stored
@@ -132,6 +133,28 @@ def test_without_minima_bits_of_each_matrix_are_no_onnx_runtime_s(tmp_path: Path
     assert bits(artifact) == [both, both | {"fc2_expert_weight_bits": 8}]
     assert artifact.manifest.offsets is None
     assert not artifact.has_gqa
+
+
+@pytest.mark.parametrize(
+    ("others", "bits"), [("down_exps", (8, 8)), ("blk.1.", (8, 4)), ("attn_k.weight", (4, 4))]
+)
+def test_mxfp4_beside_experts_in_others_is_in_eight_bits(
+    tmp_path: Path, others: str, bits: tuple[int, int]
+) -> None:
+    """Which have all its numbers; where all experts have it, there is the choice to keep it."""
+
+    def pick(name: str, _: object) -> Kind:
+        return Kind.Q4_0 if others in name or "token_embd" in name else Kind.MXFP4
+
+    path = made(tmp_path, pick, "qwen3_moe", **EXPERTS)
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", ExportOptions(threads=2)))
+    of_gate_up = [attribute_int(node, "expert_weight_bits", 0) for node in nodes(artifact)]
+    assert tuple(of_gate_up) == bits
+    for role in PROJECTIONS if bits[0] == 8 else ():
+        found = stored(artifact, f"layers.0.experts.{role}")
+        np.testing.assert_array_equal(found, expected(path, 0, role))
+    found = stored(artifact, "layers.0.o")
+    np.testing.assert_array_equal(found, meant(path, "blk.0.attn_output.weight"))
 
 
 def test_experts_in_eight_bits_have_no_offsets(tmp_path: Path) -> None:

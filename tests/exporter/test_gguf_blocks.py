@@ -18,7 +18,7 @@ from onnxport.exporter.gguf.shard import GgufShard
 from tests.exporter import ggufs
 
 DECODED = (*gguf.quants._type_traits, Kind.F32, Kind.F16)
-IN_MULTIPLES = (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL)
+IN_MULTIPLES = (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0, Kind.IQ4_NL, Kind.MXFP4)
 WITH_MINIMA = (Kind.Q4_1, Kind.Q4_K)
 
 
@@ -161,6 +161,7 @@ def test_what_can_stay_as_it_is(tmp_path: Path) -> None:
         (Kind.Q4_1, None, {32}, 4),
         (Kind.Q4_0, 4, {32}, 4),
         (Kind.Q8_0, 8, {32}, 8),
+        (Kind.MXFP4, 5, {32}, 8),
     ):
         found, _ = checkpoint(tmp_path / f"{kind.name}.gguf", kind)
         with found:

@@ -239,6 +239,20 @@ def test_experts_that_stay_in_mxfp4_are_no_int4(tmp_path: Path, rest: Kind) -> N
     assert found == {"mxfp4": ("int8", "int8", None), "same": ("int4", "int8", 4)}
 
 
+def test_experts_in_mxfp4_are_the_same_in_int8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = made(tmp_path, Kind.MXFP4, "qwen3_moe", **EXPERTS)
+    for precision, changes in (("int8", False), ("int4", True)):
+        caplog.clear()
+        options = ExportOptions(precision=precision, threads=2)
+        artifact = Artifact.read(export_model(path, tmp_path / precision, options))
+        found = stored(artifact, "layers.1.experts.down")
+        expected = meant(path, "blk.1.ffn_down_exps.weight").reshape(found.shape)
+        assert (found != expected).any() == changes
+        assert ("experts are stored in MXFP4 and are quantized again" in caplog.text) == changes
+
+
 def test_asymmetric_blocks_are_for_what_is_not_kept(tmp_path: Path) -> None:
     path = made(tmp_path, by_matrix, **WIDE)
     options = ExportOptions(asymmetric=True, threads=2)
