@@ -6,7 +6,8 @@ float32 has none, for there all is float32, and whoever changes its type has to 
 - the choice among experts and their weights (`graphs.experts`, `graphs.passes.split_experts`):
   scores in 16 bits are often the same, or round past one another, and others would be chosen;
 - the cap of the logits (`graphs.ops.softcap`), which would round them once more;
-- mean and deviation of a gate (`graphs.ops.above_deviations`), whose squares 16 bits may not hold.
+- mean and deviation of a gate (`graphs.ops.above_deviations`), whose squares 16 bits may not hold;
+- the sizes of residual streams (`exporter.altup`), for the same reason.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def float_islands(model: onnx.ModelProto) -> list[FloatIsland]:
         "Div": graph.parts,
         "Cast": graph.cap,
         "Relu": graph.cutoff,
+        "ReduceL2": graph.size,
     }
     found = [find[node.op_type](node) for node in model.graph.node if node.op_type in find]
     return [island for island in found if island is not None]
@@ -116,6 +118,13 @@ class _Graph:
             node = node and self._before(node, 0, op_type)
         nodes = node and self._path(node.input[0], end, _CUTOFF)
         return _island(node.input[0], nodes) if node and nodes else None
+
+    def size(self, length: onnx.NodeProto) -> FloatIsland | None:
+        """The root of a row's mean square, of its length."""
+        readers = self._readers.get(length.output[0], [])
+        nodes = [one for one, place in readers if place == 0 and one.op_type == "Mul"]
+        is_alone = len(nodes) == len(readers) == 1 and input_at(nodes[0], 1) in self._stored
+        return _island(length.input[0], (length, *nodes)) if is_alone else None
 
     def _before(self, node: onnx.NodeProto, place: int, *op_types: str) -> onnx.NodeProto | None:
         """What makes an input, if it is one of some operators."""

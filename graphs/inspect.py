@@ -64,6 +64,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "QuickGelu",
         "Range",
         "Reciprocal",
+        "ReduceL2",
         "ReduceMax",
         "ReduceMean",
         "ReduceMin",

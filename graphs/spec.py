@@ -106,7 +106,7 @@ class ArchSpec:
     # Channels of what each layer is told of each token by a table and a product of the embedding,
     # and adds to the stream at its end; None: nothing.
     layer_input_size: int | None = None
-    multipliers: MultipliersSpec | None = None  # of outputs of products; None: all are 1
+    multipliers: MultipliersSpec | None = None  # of outputs of products; None: all are 1, or lost
     # Rows of the table of `layer_input_size`; tokens behind have the first. None: each has one.
     layer_input_rows: int | None = None
     altup: AltUpSpec | None = None  # there are several residual streams; None: one

@@ -82,8 +82,13 @@ def _spaces(config: Config, num_layers: int) -> StateSpaceSpec | None:
     )
 
 
-def _multipliers(config: Config) -> MultipliersSpec:
-    """What outputs of products are times, those of their inputs among them."""
+def _multipliers(config: Config) -> MultipliersSpec | None:
+    """What outputs of products are times, those of their inputs among them.
+
+    None of a GGUF file, whose weights are times these, which are lost.
+    """
+    if config.get("multipliers_in_weights", bool, False):
+        return None
     attention = multiplier(config, "attention_in_multiplier")
     space = multiplier(config, "ssm_in_multiplier")
     gate, down = _several(config, "mlp_multipliers", 2)

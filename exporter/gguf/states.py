@@ -185,6 +185,7 @@ def falcon_h1(facts: Facts) -> Values:
             "mamba_d_ssm": inner,
             "mamba_rms_norm": any(name.endswith(SPACE_NORM) for name in facts.shapes),
             "mamba_norm_before_gate": False,
+            "multipliers_in_weights": True,
         }
     )
 

@@ -35,6 +35,8 @@ _PARENTS: Final = (
     *("gpt_neox", "backbone"),
 )
 _HEADS: Final[Mapping[str, str]] = {"language_model.model": "language_model.lm_head"}
+# Families whose multipliers `ArchSpec.multipliers` tells, unless a file has lost them.
+_MULTIPLIED: Final = frozenset(["falcon_h1"])
 _EMBEDDINGS: Final[Mapping[str, str]] = {"gpt_neox": "embed_in", "nemotron_h": "embeddings"}
 _OF_IMAGES: Final = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 _DTYPES: Final[Mapping[str, Any]] = {
@@ -70,6 +72,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
             fit the model; says what was found and what fits.
     """
     config = read_config(folder)
+    _check_base(folder, base)
     pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
     parent = next(
         (one for one in _PARENTS if any(name.startswith(f"{one}.layers.") for name in pairs)),
@@ -105,6 +108,17 @@ def fingerprint(adapter: LoraAdapter) -> str:
         digest.update(f"{layer} {name} {delta.a.shape} {delta.b.shape}\n".encode())
         digest.update(delta.a.tobytes() + delta.b.tobytes())
     return digest.hexdigest()
+
+
+def _check_base(folder: Path, base: ArchSpec) -> None:
+    """Raise AdapterError where nothing tells what the weights of the model are times."""
+    if base.family in _MULTIPLIED and base.multipliers is None:
+        raise AdapterError(
+            f"{folder} cannot be added to this {base.family} model: it is of a GGUF file, whose "
+            "weights are times multipliers that the file does not tell, so that the adapter's "
+            "cannot be. Give the adapter as llama.cpp's convert_lora_to_gguf.py writes it, or "
+            "export the model of its safetensors"
+        )
 
 
 def _read_tensors(folder: Path) -> dict[str, Array]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxport.errors import ArtifactError, CheckpointError, UnsupportedModelError
+from onnxport.errors import AdapterError, ArtifactError, CheckpointError, UnsupportedModelError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.families import falcon_h1
 from onnxport.exporter.options import ExportOptions
@@ -20,8 +20,10 @@ from onnxport.exporter.plan import plan_weights
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.linear_spec import StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
+from onnxport.serving.adapters.peft import read_adapter
 from tests.exporter import checkpoints, configs
 from tests.exporter.checkpoints import SPACES
+from tests.serving.adapting import random_tensors, write_adapter
 
 # Keys and sizes as published models of the family have them; multipliers are other numbers.
 FALCON: dict[str, Any] = {
@@ -176,6 +178,23 @@ def test_what_is_gated_may_be_normalized() -> None:
     del normed["mamba_norm_before_gate"]
     with pytest.raises(UnsupportedModelError, match="which the latter is where absent"):
         configs.read(normed)
+
+
+def test_whose_multipliers_are_lost_has_no_adapters_of_peft(tmp_path: Path) -> None:
+    """Rows of these would have to be times the same numbers as the weights are."""
+    told = configs.read(FALCON)
+    plain = {key: one for key, one in FALCON.items() if "multiplier" not in key}
+    lost = configs.read({**plain, "multipliers_in_weights": True})
+    assert lost.multipliers is None
+    folder = write_adapter(
+        tmp_path / "adapter",
+        random_tensors(told, targets=("v_proj",), layers=[0]),
+        layers_to_transform=[0],
+        target_modules=["v_proj"],
+    )
+    assert read_adapter(folder, told).adapter.deltas
+    with pytest.raises(AdapterError, match=r"of a GGUF file, .* as llama.cpp's convert_lora_to_g"):
+        read_adapter(folder, lost)
 
 
 def test_manifests() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx import TensorProto, numpy_helper
 from safetensors.torch import load_file, save_file
 from torch.distributions.normal import Normal
 
@@ -21,7 +22,9 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.altup_spec import AltUpSpec
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import element_types
 from onnxport.graphs.passes.hidden_states import tell_hidden_states
+from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.registry import get_provider
@@ -256,6 +259,17 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(artifact: Path) -> No
         together = run_rows(model, rows)
         for row, logits in zip(rows, together, strict=True):
             assert run_rows(model, [row])[0].tobytes() == logits.tobytes()
+
+
+def test_sizes_of_streams_are_of_float32(artifact: Path) -> None:
+    """Squares of a stream's largest numbers are more than float16 holds."""
+    graph = Artifact.read(artifact).load_graph("paged")
+    half = retype(graph, numpy_helper.to_array, "float16").model
+    types = element_types(half)
+    sizes = {node.output[0] for node in half.graph.node if node.op_type == "ReduceL2"}
+    roots = {node.output[0] for node in half.graph.node if sizes & set(node.input)}
+    assert {types[name] for name in sizes | roots} == {TensorProto.FLOAT}
+    assert (len(sizes), len(roots)) == (2, 2)
 
 
 def test_who_wants_one_stream_of_each_layer_is_refused(artifact: Path) -> None:

@@ -117,6 +117,7 @@ def test_what_is_gated_in_falcon_h1() -> None:
         assert read.has_both
         assert isinstance(read.linear, StateSpaceSpec)
         assert read.linear.without_norm is without
+        assert read.multipliers is None
     odd = spec(facts("falcon-h1", ssm__inner_size=80)).linear
     assert isinstance(odd, StateSpaceSpec)
     assert (odd.heads, odd.head_size) == (4, 20)
