@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -30,7 +31,7 @@ from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.timings import prompt_progress
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
-from onnxport.serving.http.tool_formats.base import Functions, ParsedCall
+from onnxport.serving.http.tool_formats.base import ParsedCall
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 
 
@@ -38,13 +39,12 @@ from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 class Told:
     """What a request decides about how its answer is told."""
 
-    functions: Functions  # that were offered
+    parser: Callable[[], ToolCallParser | None]  # see `Turn.parser`
     named: bool  # whether `tool_choice` has the name of one
     top: int | None  # log probabilities of each position; None: none are told
     named_tokens: tuple[int, ...]  # whose log probabilities are told with them
     ids: bool  # whether token ids are told
     by_id: bool  # whether tokens of log probabilities are named by their ids
-    skips: bool  # whether special tokens are left out of the content
     thinking: Thinking
     echo: str  # what the content begins with, whatever was generated
 
@@ -75,13 +75,12 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     turn = await Turn.of(service, request, body, name, adapter)
     job, params = turn.job, turn.job.params
     told = Told(
-        turn.functions,
+        partial(turn.parser, service),
         body.named_function is not None,
         params.logprobs,
         params.logprob_token_ids or (),
         bool(body.return_token_ids),
         bool(body.return_tokens_as_token_ids),
-        params.skip_special_tokens,
         turn.thinking,
         body.echoed,
     )
@@ -143,9 +142,9 @@ def _message(service: Service, text: str, told: Told) -> tuple[dict[str, Any], b
         "refusal": None,
         **told.thinking.fields(reasoning),
     }
-    if not told.functions:
+    parser = told.parser()
+    if parser is None:
         return message, False
-    parser = service.tools.parser(told.functions, skip_special_tokens=told.skips)
     parsed = parser.take(text, is_last=True)
     if not parsed.calls:
         message["content"] = parsed.content or (None if reasoning else "")
@@ -207,10 +206,7 @@ class _Streamed:
         self._index = index
         self._told = told
         self._splitter = DeltaSplitter(told.thinking)
-        self._parser: ToolCallParser | None = None
-        if told.functions:
-            skips = told.skips
-            self._parser = service.tools.parser(told.functions, skip_special_tokens=skips)
+        self._parser = told.parser()
         self._num_calls = 0
         self._started = False
 

@@ -51,8 +51,12 @@ class Turn:
         """Return what finds calls in the answer; None: no functions were offered."""
         if not self.functions:
             return None
-        skips = self.job.params.skip_special_tokens
-        return service.tools.parser(self.functions, skip_special_tokens=skips)
+        params = self.job.params
+        return service.tools.parser(
+            self.functions,
+            skip_special_tokens=params.skip_special_tokens,
+            is_formed=params.structured_outputs is not None,
+        )
 
     @classmethod
     async def of(

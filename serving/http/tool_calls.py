@@ -121,9 +121,12 @@ class ToolCallParser:
                 self._found = self._begun = self._behind = True
                 continue
             num_tried += final
-            parts.append(self._drop(self._content_to(start, block) if block.is_told else start))
+            end = self._content_to(start, block)
             if not block.is_told:
+                parts.append(self._drop(start))
                 self._skip(block.end - start)
+                end -= block.end
+            parts.append(self._drop(end))
         if final and not self._found:
             parts.append((self._space, self._num_taken))
         told = [(part, end) for part, end in parts if part]

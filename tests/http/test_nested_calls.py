@@ -14,6 +14,7 @@ from onnxport.serving.http.tool_formats.cohere import COHERE_FENCE
 from onnxport.serving.http.tool_formats.cursor import AwaitedBracket, Cursor
 from onnxport.serving.http.tool_formats.deepseek import DEEPSEEK_V31
 from onnxport.serving.http.tool_formats.gemma import GEMMA4
+from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
 from onnxport.serving.http.tool_formats.invoke_calls import DEEPSEEK_V32
 from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
@@ -27,6 +28,7 @@ FUNCTIONS: dict[str, Any] = {"add": {"type": "object", "properties": {"a": {"typ
 CALL = '{"name": "add", "arguments": {"a": '
 K2 = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": '
 K3 = '<|open|>call tool="add" index="1"<|sep|><|open|>json type="object"<|sep|>{"a": '
+HEADER = "<|channel|>commentary to=functions.add<|message|>"
 K3_END = "<|close|>json<|sep|><|close|>call<|sep|>"
 NESTED: list[tuple[ToolFormat, str, str]] = [
     (HUNYUAN, f"<tool_calls>[{CALL}", "}}]</tool_calls>"),
@@ -47,6 +49,7 @@ NESTED: list[tuple[ToolFormat, str, str]] = [
     (GLM45, f"<tool_call>{CALL}", "</tool_call>"),
     (GEMMA4, '<|tool_call>call:add{"a": ', "}<tool_call|>"),
     (GEMMA4, '<|tool_call>call:add{"a": ', "<tool_call|>"),
+    (HARMONY, f'{HEADER}{{"a": ', "}"),
 ]
 
 
@@ -76,7 +79,9 @@ def test_the_work_grows_as_the_text_does(
     wait_for = counted(Cursor.wait_for, lambda self, tag: self._text[self.at :])
     monkeypatch.setattr(Cursor, "wait_for", wait_for)
     text = opening * 400 + closing * 400
-    assert parse(syntax, text) == (text, [])
+    content, calls = parse(syntax, text)
+    assert not calls
+    assert content == text or syntax is HARMONY  # which does not tell headers
     assert num_seen < 4 * MOST_TRIED * len(text)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from onnxport.cli.serve import tool_call_parser
+from onnxport.cli.application import tool_call_parser
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.deepseek import DEEPSEEK_V3
+from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.hy3 import HY3, HY3_PLAIN
 from onnxport.serving.http.tool_formats.invoke_calls import (
     DEEPSEEK_V4,
@@ -24,6 +26,7 @@ from onnxport.serving.http.tool_formats.invoke_calls import (
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
 from onnxport.serving.http.tool_formats.olmo3 import OLMO3
 from onnxport.serving.http.tool_formats.registry import NAMES, SAME, named, recognized
+from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.http.tool_formats.tagged_json import GRANITE_20B, INTERNLM, LONGCAT
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, MIMO, QWEN3_CODER
 from onnxport.serving.thoughts import ReasoningSplitter, Thought
@@ -132,6 +135,33 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
         "",
         [ParsedCall("add", '{"t": "x"}')],
     ),
+    # What begins an argument may be a part of a text, too.
+    (
+        QWEN3_CODER,  # where that argument is given behind it
+        f"{CODER}<parameter=a>\n</parameter>\n<parameter=a>\n1\n</parameter>\n</function>",
+        "",
+        [ParsedCall("add", '{"t": "x\\n<parameter=a>", "a": 1}')],
+    ),
+    (
+        QWEN3_CODER,  # where it begins no line
+        f"{CODER}to <parameter=a>\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [ParsedCall("add", '{"t": "x\\nto <parameter=a>"}')],
+    ),
+    (
+        GLM45,  # where no value follows
+        "<tool_call>add<arg_key>t</arg_key><arg_value>x <arg_key>a</arg_key></arg_value>"
+        "</tool_call>",
+        "",
+        [ParsedCall("add", '{"t": "x <arg_key>a</arg_key>"}')],
+    ),
+    (
+        MINIMAX_M2,
+        '<invoke name="add"><parameter name="t"><parameter name="a">2</parameter>'
+        '<parameter name="a">1</parameter></invoke>',
+        "",
+        [ParsedCall("add", '{"t": "<parameter name=\\"a\\">2", "a": 1}')],
+    ),
     # All arguments in one, which nobody asked for.
     (
         DEEPSEEK_V32,
@@ -158,12 +188,36 @@ FOUND: list[tuple[ToolFormat, str, str, list[ParsedCall]]] = [
         "",
         [ParsedCall("add", '{"t": "a\\u0000b"}')],
     ),
+    # Quotes of one kind within one another.
+    *(
+        (LFM2, f"<|tool_call_start|>[{told}]<|tool_call_end|>", "", calls)
+        for told, calls in (
+            (
+                "add(t='cut -c '2-4' log', a=1)",
+                [ParsedCall("add", """{"t": "cut -c '2-4' log", "a": 1}""")],
+            ),
+            ('add(t="a "b" c"), now()', [ParsedCall("add", r'{"t": "a \"b\" c"}'), NOW]),
+            ("add(t='p 'a)]' q')", [ParsedCall("add", """{"t": "p 'a)]' q"}""")]),
+            (
+                "add(t='who's'), add(t='it')",
+                [ParsedCall("add", """{"t": "who's"}"""), ParsedCall("add", '{"t": "it"}')],
+            ),
+        )
+    ),
+    (
+        OLMO3,
+        "<function_calls>add(t='a 'b' c')</function_calls>",
+        "",
+        [ParsedCall("add", """{"t": "a 'b' c"}""")],
+    ),
 ]
 NO_CALLS: list[tuple[ToolFormat, str]] = [
     (OLMO3, "<function_calls>sub(a=1)</function_calls>"),
     (OLMO3, "<function_calls>add(a=1) and more</function_calls>"),
     (OLMO3, "<function_calls>add(1)</function_calls>"),
     (OLMO3, "<function_calls></function_calls>"),
+    (LFM2, "<|tool_call_start|>[add(t='a 'b' c', u='d')]<|tool_call_end|>"),  # ends where?
+    (LFM2, "<|tool_call_start|>[add(t='a' b)]<|tool_call_end|>"),
     (INTERNLM, f"<|action_start|><|interpreter|>{J_ADD}"),
     (LONGCAT, '<longcat_tool_call>{"name": "sub", "arguments": {}}</longcat_tool_call>'),
     (GRANITE_20B, "<function_call> says so"),
@@ -232,6 +286,7 @@ def test_a_name_that_is_none() -> None:
     ("syntax", "call"),
     [
         (QWEN3_CODER, f"{CODER}</parameter>\n</function>\n</tool_call>"),
+        (HERMES, f"<tool_call>\n{J_ADD}\n</tool_call>"),
         (GLM45, "<tool_call>now</tool_call>"),
         (DEEPSEEK_V4, f"{V4}x</｜DSML｜parameter></｜DSML｜invoke>"),
     ],
@@ -246,6 +301,14 @@ def test_a_call_ends_a_thought_that_was_not_closed(syntax: ToolFormat, call: str
     assert (content, len(parse(syntax, content)[1])) == (call, 1)
 
 
+def test_a_thought_may_speak_of_the_tags_of_hermes() -> None:
+    thought = Thought(("<think>",), ("</think>",), is_open=True, ends_before=HERMES.ends_thought)
+    told = "It goes in <tool_call> and </tool_call>.</think>Yes."
+    splitter = ReasoningSplitter(thought)
+    splits = [*(splitter.take(char, is_last=False) for char in told), splitter.finish()]
+    assert "".join(each.content for each in splits) == "Yes."
+
+
 @pytest.mark.parametrize(("text", "value"), [("018", 18), ("-007", -7), ("00", 0), ("01x", "01x")])
 def test_numbers_may_begin_with_zeros(text: str, value: Any) -> None:
     told = f"<tool_call>add<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
@@ -254,3 +317,58 @@ def test_numbers_may_begin_with_zeros(text: str, value: Any) -> None:
     told = told.replace(">a<", ">t<")
     [call] = parse(GLM45, told)[1]
     assert json.loads(call.arguments) == {"t": text}
+
+
+@pytest.mark.parametrize(
+    ("syntax", "told", "text"),
+    [
+        (
+            QWEN3_CODER,
+            f"{CODER}<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+            "x\n<parameter=a>\n1",
+        ),
+        (
+            GLM45,
+            "<tool_call>add<arg_key>t</arg_key><arg_value>x<arg_key>a</arg_key><arg_value>1"
+            "</arg_value></tool_call>",
+            "x<arg_key>a</arg_key><arg_value>1",
+        ),
+        (
+            HY3_PLAIN,
+            f"{HY.replace('>a<', '>t<').replace('>1<', '>x<arg_key>a</arg_key><arg_value>1<')}"
+            "</tool_call>",
+            "x<arg_key>a</arg_key><arg_value>1",
+        ),
+        (
+            DEEPSEEK_V4,
+            f'{V4}x<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>'
+            "</｜DSML｜invoke>",
+            'x<｜DSML｜parameter name="a" string="false">1',
+        ),
+    ],
+)
+def test_no_tag_is_missing_in_what_a_grammar_wrote(
+    syntax: ToolFormat, told: str, text: str
+) -> None:
+    tools = ToolSyntax(syntax)
+    found: list[Any] = []
+    for is_formed in (True, False):
+        parser = tools.parser(FUNCTIONS, skip_special_tokens=True, is_formed=is_formed)
+        found += [json.loads(each.arguments) for each in parser.take(told, is_last=True).calls]
+    assert found == [{"t": text}, {"t": "x", "a": 1}]
+
+
+def test_many_properties_cost_nothing_with_each_argument() -> None:
+    class Names(dict[str, Any]):
+        num_read = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Names.num_read += 1
+            return super().__iter__()
+
+    properties = Names({f"a{each}": {"type": "string"} for each in range(50)})
+    functions = {"add": {"type": "object", "properties": properties}}
+    told = "".join(f"<parameter=a{each}>\nx\n</parameter>\n" for each in range(50))
+    text = f"<tool_call>\n<function=add>\n{told}</function>\n</tool_call>"
+    [call] = ToolCallParser(functions, QWEN3_CODER).take(text, is_last=True).calls
+    assert (len(json.loads(call.arguments)), Names.num_read) == (50, 1)

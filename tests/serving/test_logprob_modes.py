@@ -294,6 +294,7 @@ def test_every_field_of_a_row_is_known_here() -> None:
         *("temperature", "top_k", "top_p", "uniform", "num_logprobs", "min_p", "edits", "mask"),
         *("thinning", "adapting"),
         "infill",  # which `infill_sampler.filled` has made tokens of that are allowed
+        "target",
     )
 
 

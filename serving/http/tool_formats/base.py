@@ -190,6 +190,8 @@ class ToolFormat:
         literals: how arguments are written, where they are no JSON; where parameters ask for more
             than that can say, `written` says how.
         new_id: makes the id of a call, which the template may ask something of.
+        exact: reads calls that a grammar wrote, where that is another reader: what models forget
+            is not missing there.
         ends_thought: texts before calls that end a thought which was not closed: none speaks of
             them.
     """
@@ -207,6 +209,7 @@ class ToolFormat:
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     literals: Literals | None = None
     new_id: Callable[[], str] = long_id
+    exact: Reader | None = None
     ends_thought: tuple[str, ...] = ()
 
     def id_of(self, call: ParsedCall) -> str:

@@ -21,6 +21,7 @@ from onnxport.serving.http.tool_formats.base import (
     JSON_CALL,
     Block,
     Functions,
+    Reader,
     TaggedCall,
     ToolFormat,
     Written,
@@ -42,15 +43,18 @@ def _hy3(suffix: str, sign: str) -> ToolFormat:
     calls, call, key, value = ((f"<{each}{suffix}>", f"</{each}{suffix}>") for each in NAMES)
     tags = Tags(call, ("", separator), key, value)
 
-    def read(text: str, start: int, final: bool, functions: Functions) -> Block:
-        cursor = Cursor(text, start, final)
-        is_opened, behind = open_call(cursor, calls[0], call[0])
-        if not is_opened:
-            return Block(behind)
-        found = tags(text, cursor.at - len(call[0]), final, functions)
-        if not found.calls:
-            return found
-        return replace(found, end=ends_behind(text, found.end, final, [calls[1]]))
+    def reader(tags: Tags) -> Reader:
+        def read(text: str, start: int, final: bool, functions: Functions) -> Block:
+            cursor = Cursor(text, start, final)
+            is_opened, behind = open_call(cursor, calls[0], call[0])
+            if not is_opened:
+                return Block(behind)
+            found = tags(text, cursor.at - len(call[0]), final, functions)
+            if not found.calls:
+                return found
+            return replace(found, end=ends_behind(text, found.end, final, [calls[1]]))
+
+        return read
 
     def tagged(name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
         inner = tags.written(name, parameters)
@@ -62,11 +66,12 @@ def _hy3(suffix: str, sign: str) -> ToolFormat:
         "hy_v3",
         markers=(calls[0], call[0]),
         further=(calls[1], call[1], separator, *key, *value),
-        read=read,
+        read=reader(tags),
         written=Written(
             f"{calls[0]}\n", calls[1], f"{call[0]}\n{JSON_CALL}\n{call[1]}\n", between_calls=""
         ),
         tagged=tagged,
+        exact=reader(replace(tags, is_exact=True)),
         recognizes=lambda template: sign in template and all(each in template for each in SIGNS),
     )
 

@@ -19,7 +19,8 @@ reads of Step3 and DeepSeek V4.1.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -41,8 +42,12 @@ from onnxport.serving.http.tool_formats.json_calls import call
 from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
 from onnxport.serving.http.tool_formats.xml_calls import (
+    NAME_IN_TAG,
+    Arguments,
+    arguments_before,
     arguments_of,
     in_python,
+    schemas_of,
     text_before,
     written_value,
 )
@@ -65,6 +70,7 @@ class Invokes:
         says_type: whether an argument says whether it is text or JSON.
         has_cdata: whether texts may stand in CDATA; other values are as Python writes them.
         line: behind each tag, where the template ends a line.
+        is_exact: whether no closing tag of a value is missing.
     """
 
     block: tuple[str, str]
@@ -73,6 +79,7 @@ class Invokes:
     says_type: bool = False
     has_cdata: bool = False
     line: str = BREAK
+    is_exact: bool = False
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
@@ -94,30 +101,44 @@ class Invokes:
 
     def _arguments(self, cursor: Cursor, parameters: Mapping[str, Any]) -> Any:
         """Go past the arguments, and the end of the call; None: they are none."""
-        end, opening = self.call[2], self.parameter[0]
-        properties = parameters.get("properties")
-        schemas = properties if isinstance(properties, Mapping) else {}
+        end, schemas = self.call[2], schemas_of(parameters)
         cursor.skip_space()
         if cursor.next() == "{":
             whole = cursor.json()
             cursor.skip_space()
             return whole if cursor.take(end) else None
-        found: dict[str, Any] = {}
+        found = arguments_before(
+            cursor,
+            set() if self.is_exact else set(schemas),
+            lambda left: self._read_arguments(cursor, parameters, schemas, left),
+        )
+        return None if found is None else self._unwrapped(found, schemas)
+
+    def _read_arguments(
+        self,
+        cursor: Cursor,
+        parameters: Mapping[str, Any],
+        schemas: Mapping[str, Any],
+        left: set[str],
+    ) -> Arguments | None:
+        """Go past the arguments, and the end of the call; see `arguments_before`."""
+        end, opening = self.call[2], self.parameter[0]
+        found: Arguments = []
         while True:
             cursor.skip_space()
             ended = cursor.take(*filter(None, (end, opening, self.block[1])))
             if ended != opening:
                 cursor.at -= len(self.block[1]) if ended == self.block[1] and ended else 0
-                return self._unwrapped(found, schemas) if ended else None
+                return found if ended else None
             key, attributes = cursor.until('"'), cursor.until(">")
             if key is None or attributes is None:
                 return None
-            begun = [f'{opening}{name}"' for name in schemas if name not in (*found, key)]
+            left.discard(key)
             types = types_of(schemas.get(key), parameters)
-            value = self._value(cursor, attributes, types, begun)
+            value = self._value(cursor, attributes, types, left)
             if value is None:
                 return None
-            [found[key]] = value
+            found.append((key, *value))
 
     def _unwrapped(self, found: dict[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments; models put all of them into one at times, which nobody asked for."""
@@ -134,7 +155,7 @@ class Invokes:
         )
 
     def _value(
-        self, cursor: Cursor, attributes: str, types: set[str], begun: Sequence[str]
+        self, cursor: Cursor, attributes: str, types: set[str], left: Container[str]
     ) -> tuple[Any] | None:
         """Go past a value and its closing tag, and return it alone; None: it is not closed.
 
@@ -142,9 +163,10 @@ class Invokes:
             cursor: at the value.
             attributes: that its tag has beside the name.
             types: that the value may have.
-            begun: what begins other arguments; see `text_before`.
+            left: the names of other arguments; see `text_before`.
         """
         closing = self.parameter[1]
+        begins = re.compile(rf'\n?{re.escape(self.parameter[0])}({NAME_IN_TAG})"[^<>\n]*>')
         is_text = self.says_type and attributes == IS_TEXT
         if self.has_cdata:
             start = cursor.at
@@ -153,12 +175,13 @@ class Invokes:
             cursor.at = cursor.at if is_text else start
         if is_text:
             end = (CDATA[1] if self.has_cdata else "") + closing
-            text = cursor.until(end) if self.has_cdata else text_before(cursor, end, TEXT, begun)
+            left = () if self.has_cdata else left
+            text = text_before(cursor, end, TEXT, begins, left)
             if text is None:
                 return None
             return (text if not types or "string" in types else value_of(text, types),)
         is_json = self.says_type and types == TEXT
-        text = text_before(cursor, closing, set() if is_json else types, begun)
+        text = text_before(cursor, closing, set() if is_json else types, begins, left)
         if text is None:
             return None
         value = value_of(text, set() if is_json else types)
@@ -235,6 +258,7 @@ class Invokes:
                 between_blocks=None if opening else BREAK,
             ),
             tagged=self.written,
+            exact=replace(self, is_exact=True),
             ends_thought=tuple(filter(None, [opening, self.call[0] if self.says_type else ""])),
             recognizes=lambda template: all(sign in template for sign in signs),
         )

@@ -31,7 +31,12 @@ from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
 from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
-from onnxport.serving.http.tool_formats.xml_calls import arguments_of, text_before, written_value
+from onnxport.serving.http.tool_formats.xml_calls import (
+    arguments_of,
+    schemas_of,
+    text_before,
+    written_value,
+)
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
@@ -68,8 +73,7 @@ def _arguments(cursor: Cursor, parameters: Mapping[str, Any]) -> Any:
     """Go past the index, the arguments and the end of the call; None: they are none."""
     if cursor.until(SEP) is None:
         return None
-    properties = parameters.get("properties")
-    schemas = properties if isinstance(properties, Mapping) else {}
+    schemas = schemas_of(parameters)
     found: dict[str, Any] = {}
     while True:
         cursor.skip_space()

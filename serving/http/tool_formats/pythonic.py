@@ -26,12 +26,12 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
 from onnxport.serving.http.tool_formats.literal_rules import is_name
+from onnxport.serving.http.tool_formats.nested_quotes import ARGUMENT, requoted
 
 START, END = "<|python_start|>", "<|python_end|>"
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
 _ZEROS = r"(?<![\w.])0[0_]*(?=[1-9])"  # before a number, which Python does not take
 _TEXT = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
-_ARGUMENT = r"[^\W\d][\w-]*(?=\s*=(?!=))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,12 @@ class PythonicReader:
             return none
         cursor.at = begin
         calls = calls_in(cursor.brackets(python=True), functions)
+        if not calls and begin > start:  # quotes in its texts may hide where the list ends
+            cursor.at = begin
+            end = cursor.wait_for(self.closing)
+            if end is not None:
+                cursor.at = end
+                calls = calls_in(cursor.since(begin), functions)
         if not calls:
             return replace(none, seen=cursor.seen)
         end = cursor.at
@@ -77,16 +83,30 @@ class PythonicReader:
 
 
 def calls_in(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
-    """Return the calls of a list as Python has it; none unless all are of offered functions."""
+    """Return the calls of a list as Python has it; none unless all are of offered functions.
+
+    Its texts may have quotes of the same kind in them; see `nested_quotes`.
+    """
     if text is None:
         return ()
+    found = _parsed(text, functions)
+    if found is None:
+        mended = requoted(text, functions)
+        found = None if mended is None else _parsed(mended, functions)
+    return found or ()
+
+
+def _parsed(text: str, functions: Functions) -> tuple[ParsedCall, ...] | None:
+    """Return the calls of a list; see `calls_in`. None: it is not as Python has it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that speak of escapes that Python lacks
             mended, names = _mended(text, functions)
             found = ast.parse(mended, mode="eval").body
         calls = [_call(each, functions, names) for each in getattr(found, "elts", ())]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except SyntaxError:
+        return None
+    except (ValueError, TypeError, RecursionError, MemoryError):
         return ()
     whole = tuple(each for each in calls if each is not None)
     return whole if len(whole) == len(calls) else ()
@@ -115,7 +135,7 @@ def _to_mend(functions: Functions) -> re.Pattern[str]:
     """Return a pattern of texts, and of names that may be none of Python's."""
     odd = sorted((name for name in functions if not is_name(name)), key=len, reverse=True)
     called = rf"|(?:{'|'.join(map(re.escape, odd))})(?=\s*\()" if odd else ""
-    name = rf"(?<![\w.-])(?P<name>{_ARGUMENT}{called})"
+    name = rf"(?<![\w.-])(?P<name>{ARGUMENT}{called})"
     return re.compile(rf"{_TEXT}|(?P<zeros>{_ZEROS})|{name}", re.DOTALL)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from onnxport.serving.chat import TEMPLATE_FILE, ChatTemplate
@@ -68,15 +68,20 @@ class ToolSyntax:
         """The special tokens that have to be in a text for its calls to be found."""
         return tuple(sorted(self.special.values()))
 
-    def parser(self, functions: Functions, *, skip_special_tokens: bool) -> ToolCallParser:
+    def parser(
+        self, functions: Functions, *, skip_special_tokens: bool, is_formed: bool
+    ) -> ToolCallParser:
         """Return what finds calls in a text.
 
         Args:
             functions: that were offered.
             skip_special_tokens: whether content has none.
+            is_formed: whether a grammar gives the text its form.
         """
         hidden = self.hidden(functions, skip_special_tokens=skip_special_tokens)
-        return ToolCallParser(functions, self.format, hidden)
+        exact = self.format.exact
+        syntax = replace(self.format, read=exact) if is_formed and exact else self.format
+        return ToolCallParser(functions, syntax, hidden)
 
     def hidden(self, functions: Functions, *, skip_special_tokens: bool) -> tuple[str, ...]:
         """Return special tokens that are in a text for its calls alone; see `parser`."""

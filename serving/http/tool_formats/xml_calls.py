@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -36,6 +36,8 @@ from onnxport.serving.http.tool_formats.sections import ends_behind
 from onnxport.serving.http.tool_formats.tagged_values import TEXT, named_types, types_of, value_of
 from onnxport.serving.structured.schema import ANNOTATIONS
 
+Arguments = list[tuple[str, Any]]  # names and values, in their order
+NAME_IN_TAG: Final = r'[^<>"\n]+'
 _TAG: Final = re.compile(r"</?\w+>")
 _FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
 TEXT_SCHEMA: Final = {"type": "string"}
@@ -55,6 +57,7 @@ class Tags:
         end: of the function; empty: that of the block is.
         own_lines: whether a value stands on lines of its own.
         is_python: whether the template writes values as Python does.
+        is_exact: whether no closing tag of a value is missing.
     """
 
     block: tuple[str, str]
@@ -64,6 +67,7 @@ class Tags:
     end: str = ""
     own_lines: bool = False
     is_python: bool = False
+    is_exact: bool = False
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that begins at `start`; see `Reader`.
@@ -135,9 +139,23 @@ class Tags:
 
     def _arguments(self, cursor: Cursor, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         """Go past the arguments, and the end of the function; None: they are none."""
-        properties = parameters.get("properties")
-        schemas = properties if isinstance(properties, Mapping) else {}
-        found: dict[str, Any] = {}
+        schemas = schemas_of(parameters)
+        return arguments_before(
+            cursor,
+            set() if self.is_exact else set(schemas),
+            lambda left: self._read_arguments(cursor, parameters, schemas, left),
+        )
+
+    def _read_arguments(
+        self,
+        cursor: Cursor,
+        parameters: Mapping[str, Any],
+        schemas: Mapping[str, Any],
+        left: set[str],
+    ) -> Arguments | None:
+        """Go past the arguments, and the end of the function; see `arguments_before`."""
+        found: Arguments = []
+        begins = self._begins()
         while True:
             cursor.skip_space()
             ended = cursor.take(*filter(None, (self.end, self.block[1], self.key[0])))
@@ -151,24 +169,67 @@ class Tags:
                 cursor.skip_space()
                 if not cursor.take(self.value[0]):
                     return None
-            others = [name for name in schemas if name not in (*found, key)]
-            begun = [f"{self.key[0]}{each}{self.key[1]}" for each in others]
-            types = types_of(schemas.get(key), parameters)
-            value = self._text(cursor, types, begun)
-            if key is None or value is None:
+            if key is None:
                 return None
-            found[key] = value_of(value, types)
+            left.discard(key)
+            types = types_of(schemas.get(key), parameters)
+            value = self._text(cursor, types, begins, left)
+            if value is None:
+                return None
+            found.append((key, value_of(value, types)))
 
-    def _text(self, cursor: Cursor, types: set[str], begun: Sequence[str]) -> str | None:
+    def _begins(self) -> re.Pattern[str]:
+        """Return what begins an argument within a value; see `text_before`."""
+        before, behind = map(re.escape, self.key)
+        line = "\n" if self.own_lines else "\n?"
+        value = rf"\s*{re.escape(self.value[0])}" if self.value[0] else ""
+        return re.compile(f"{line}{before}({NAME_IN_TAG}){behind}{value}")
+
+    def _text(
+        self, cursor: Cursor, types: set[str], begins: re.Pattern[str], left: Container[str]
+    ) -> str | None:
         """Go past a value and its closing tag, and return it; see `text_before`."""
-        text = text_before(cursor, self.value[1], types, begun)
+        text = text_before(cursor, self.value[1], types, begins, left)
         if text is None or not self.own_lines:
             return text
         return text.removeprefix("\n").removesuffix("\n")
 
 
+def schemas_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of a function's parameters, by their names."""
+    properties = parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def arguments_before(
+    cursor: Cursor, names: set[str], read: Callable[[set[str]], Arguments | None]
+) -> dict[str, Any] | None:
+    """Go past arguments, with closing tags of values missing only where that makes a call.
+
+    Where an argument would be given twice, what began it within a value is a part of that.
+
+    Args:
+        cursor: before the first of them.
+        names: that may begin an argument within a value.
+        read: goes past them. It takes the names that are left, and takes out those that it reads.
+
+    Returns:
+        None: they are none.
+    """
+    start = cursor.at
+    pairs = read(set(names))
+    if names and (pairs is None or len(dict(pairs)) < len(pairs)):
+        cursor.at = start
+        pairs = read(set())
+    return None if pairs is None else dict(pairs)
+
+
 def text_before(
-    cursor: Cursor, closing: str, types: set[str], begun: Iterable[str] = ()
+    cursor: Cursor,
+    closing: str,
+    types: set[str],
+    begins: re.Pattern[str] | None = None,
+    names: Container[str] = (),
 ) -> str | None:
     """Go past a value and its closing tag, and return it; a tag in a text of JSON is none.
 
@@ -176,7 +237,9 @@ def text_before(
         cursor: at the value.
         closing: its tag.
         types: that the value may have; see `types_of`.
-        begun: what begins other arguments, before which models forget the tag now and then.
+        begins: an argument, with its name as a group; before other arguments models forget the
+            tag now and then.
+        names: of the others.
 
     Returns:
         None: it is not closed.
@@ -191,12 +254,14 @@ def text_before(
             return value
     cursor.at = start
     text = cursor.until(closing)
-    pattern = "|".join(map(re.escape, begun))
-    found = re.search(rf"\n?(?:{pattern})", text) if text and pattern else None
-    if text is None or found is None:
+    if text is None or begins is None or not names:
         return text
-    cursor.at = start + found.start()
-    return text[: found.start()]
+    begun = (each.start() for each in begins.finditer(text) if each[1] in names)
+    end = next(begun, None)
+    if end is None:
+        return text
+    cursor.at = start + end
+    return text[:end]
 
 
 def arguments_of(
@@ -291,6 +356,7 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
             between_blocks=BREAK,
         ),
         tagged=tags.written,
+        exact=replace(tags, is_exact=True),
         ends_thought=(opening,) if opening == TOOL_CALL[0] else (),  # as with vLLM
         recognizes=lambda template: sign in template,
     )
