@@ -272,12 +272,14 @@ class StatePool:
     def _kept_of(self, reads: Sequence[int], alone: Iterable[int]) -> list[int]:
         """Return those of some rows whose states are kept, as many as may be; others lose the key.
 
-        They go before what is kept already, but of those that others only pass by there are never
-        more than half, for the many rows of a step would leave nothing of what stays.
+        They go before what is kept already, those that stay first. Of those that others only pass
+        by there are never more than half, for the many rows of a step would leave nothing of what
+        stays.
         """
         keyed = [(row, kept) for row in alone if (kept := self._kept_in(reads[row])) is not None]
         if self.max_kept is None or not keyed:
             return [row for row, _ in keyed]
+        keyed.sort(key=lambda one: not one[1].stays)
         passed = (kept for kept in map(self._kept_in, self._kept) if kept is not None)
         room = max(1, self.max_kept // 2) - sum(not kept.stays for kept in passed)
         found: list[int] = []

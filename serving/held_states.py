@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.states import NO_TOKENS, StatePool, StateStep
@@ -25,12 +25,26 @@ class HeldStates:
         self._pool = pool
         self._block_size = block_size
 
-    def reserve(self, plan: StepPlan) -> StateStep | None:
+    def find(self, plan: StepPlan) -> dict[int, int]:
+        """Own the states that rows of a plan found, before who yields leaves others in their place.
+
+        Returns:
+            Row -> slot, of those that go on from what others have left.
+        """
+        if self._pool is None:
+            return {}
+        return {row: self._pool.share(self._found(plan, row)) for row in plan.shared}
+
+    def reserve(self, plan: StepPlan, found: Mapping[int, int]) -> StateStep | None:
         """Take a state to write for each row of a plan, and own what it reads.
 
         A row may lose its state with the step, and is computed again then, unless it has guesses,
         which may be wrong, or one of the step's requests has lost one before: that would go on for
         ever if it is one that makes steps fail.
+
+        Args:
+            plan: of the step.
+            found: what `find` returned.
         """
         if self._pool is None:
             return None
@@ -41,8 +55,11 @@ class HeldStates:
                 for row in range(len(plan.requests))
                 if row not in plan.shared and row not in plan.drafts
             ]
-        reads = [self._before(plan, row) for row in range(len(plan.requests))]
-        return self._pool.reserve(reads, losable)
+        reads = [found.get(row, request.state) for row, request in enumerate(plan.requests)]
+        step = self._pool.reserve(reads, losable)
+        for slot in found.values():
+            self._pool.release(slot)
+        return step
 
     def rollback(self, step: StateStep | None) -> None:
         """Give the states of a step back; its requests hold what they held."""
@@ -128,11 +145,9 @@ class HeldStates:
         if self._pool is not None:
             self._pool.check(request.state for request in held)
 
-    def _before(self, plan: StepPlan, row: int) -> int:
-        """Return the slot that a row of a plan goes on from."""
+    def _found(self, plan: StepPlan, row: int) -> int:
+        """Return the slot of a state that others have left."""
         request = plan.requests[row]
-        if row not in plan.shared:
-            return request.state
         assert self._pool is not None
         assert request.keys is not None
         index = plan.num_past[row] // self._block_size - 1

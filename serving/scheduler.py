@@ -16,7 +16,7 @@ from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.states import StatePool
 from onnxport.kv.table import NOTHING, BlockTable, Claim, Reservation, blocks_for
-from onnxport.serving.beams import BeamGroup
+from onnxport.serving.beams import BeamGroup, together
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.following import following
@@ -307,11 +307,12 @@ class Scheduler:
                 shared = plan.shared.get(row, NOTHING)
                 claims.append(Claim(request.table, shared, num_new, row in plan.copied))
         kv.share(self._pool, claims)
+        found = self._states.find(plan)
         for request in plan.preempted:
             if request.running:  # its other beams took it with them, if not
                 self._preempt(request)
         reservation = kv.reserve(self._pool, claims)
-        states = self._states.reserve(plan)
+        states = self._states.reserve(plan, found)
         return reservation if states is None else replace(reservation, states=states)
 
     def rollback(self, plan: StepPlan, reservation: Reservation) -> list[Request]:
@@ -321,18 +322,20 @@ class Scheduler:
         and no step that it takes part in writes another one so.
 
         Returns:
-            The requests that yielded.
+            The requests that yielded, of a beam search all that ran.
         """
         kv.rollback(self._pool, reservation)
         states = reservation.states
         self._states.rollback(states)
         lost = [plan.requests[row] for row in states.in_place] if states is not None else []
+        yielded: list[Request] = []
         for request in lost:
             for one in (request,) if request.beams is None else request.beams.slots:
                 one.keeps_state = True
             if request.running:  # its other beams took it with them, if not
+                yielded += together(request)
                 self._preempt(request)
-        return lost
+        return yielded
 
     def commit(
         self,

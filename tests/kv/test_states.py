@@ -311,6 +311,19 @@ def test_many_that_go_on_at_once_keep_what_there_is_room_for(stays: bool, kept: 
     assert found == sorted([*kept, *([] if stays else [2, 3])])
 
 
+def test_of_many_that_go_on_at_once_those_that_stay_are_kept_first() -> None:
+    """Rows that decode come before prompts, and only pass by."""
+    pool = StatePool(10, in_place=True, max_kept=2)
+    held = pool.reserve([NO_TOKENS] * 4).writes
+    for slot in held:
+        pool.register(slot, key(slot), stays=slot > 2)
+    pool.commit(pool.reserve(held, range(4)))
+    for slot in held:
+        if pool.find(key(slot)) is not None:
+            pool.release(slot)
+    assert [pool.find(key(slot)) for slot in held] == [None, None, 3, 4]
+
+
 class StateMachine(RuleBasedStateMachine):
     """Sequences that begin, go on, fork, are kept and end: no slot is lost or owned by two."""
 

@@ -15,6 +15,7 @@ import onnxport.serving.hits as hits_module
 import onnxport.serving.sampling as sampling_module
 from onnxport.errors import CapacityError, OverloadedError, RequestError
 from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving.linear_attention import LEAST_KEPT
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.repetition import RepetitionDetection
@@ -67,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
     windows: Sequence[tuple[int | None, ...]] = ((None,),)
     most_beams = 3
     has_states = False
+    host_states = False
     least_shared = hits_module.LEAST_SHARED
 
     @initialize(
@@ -102,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=block_size,
             windows=self.groups,
             state_slots=self.state_slots(rows),
+            host_states=self.host_states,
             max_num_seqs=rows,
             max_num_batched_tokens=rows + spare_tokens,
             max_queued_requests=queue,
@@ -115,6 +118,9 @@ class EngineMachine(RuleBasedStateMachine):
             **tiers,
             **self.standby(num_blocks * block_size),
         )
+        if self.host_states:  # the null provider's K/V would take as much as any number of states
+            assert self.engine._runtime.states is not None
+            self.engine._runtime.states.max_kept = LEAST_KEPT + tier
         self.watch = Watch(self.engine)
         self.sample = sampling_module.sample_positions
         sampling_module.sample_positions = self.sampled
@@ -351,6 +357,7 @@ class LosingMachine(TieredMachine):
                 max_batch_rows=rows,
                 max_adapters=self.num_slots[(len(models) + 1) % len(self.num_slots)],
                 state_slots=self.state_slots(rows),
+                host_states=self.host_states and len(models) % 2 == 1,
                 fails=lambda run: self.run_fails,
                 transfer_fails=lambda transfer: self.transfer_fails,
                 lost_at=self.lost_at,
@@ -432,8 +439,27 @@ class LosingStatefulMachine(LosingMachine):
     least_shared = 1
 
 
+class HostStatefulMachine(StatefulMachine):
+    """States that steps write where they are read, few of which are kept."""
+
+    host_states = True
+
+
+class GuessingHostStatefulMachine(GuessingStatefulMachine):
+    host_states = True
+
+
+class LosingHostStatefulMachine(LosingStatefulMachine):
+    """The first device writes them where it reads them, the next one does not, and so on."""
+
+    host_states = True
+
+
 TestEngineMachine = EngineMachine.TestCase
 TestStatefulMachine = StatefulMachine.TestCase
+TestHostStatefulMachine = HostStatefulMachine.TestCase
+TestGuessingHostStatefulMachine = GuessingHostStatefulMachine.TestCase
+TestLosingHostStatefulMachine = LosingHostStatefulMachine.TestCase
 TestGuessingStatefulMachine = GuessingStatefulMachine.TestCase
 TestLosingStatefulMachine = LosingStatefulMachine.TestCase
 TestWindowedMachine = WindowedMachine.TestCase
@@ -453,5 +479,8 @@ TestGuessingMachine.settings = TestLosingMachine.settings
 TestWindowedMachine.settings = TestStatefulMachine.settings = TestEngineMachine.settings
 TestGuessingStatefulMachine.settings = TestLosingMachine.settings
 TestLosingStatefulMachine.settings = TestLosingMachine.settings
+TestHostStatefulMachine.settings = settings(TestEngineMachine.settings, max_examples=examples(60))
+TestGuessingHostStatefulMachine.settings = TestHostStatefulMachine.settings
+TestLosingHostStatefulMachine.settings = TestHostStatefulMachine.settings
 TestGuessingWindowedMachine.settings = TestLosingMachine.settings
 TestLosingWindowedMachine.settings = TestLosingMachine.settings

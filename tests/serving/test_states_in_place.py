@@ -18,6 +18,7 @@ from onnxport.serving.request import Request
 from tests.serving.bench import BLOCK_SIZE, saying
 from tests.serving.helpers import alone, checked_step, null_engine, reasons, run, submit, tokens
 from tests.serving.test_states import PROMPT, StateBench
+from tests.serving.watch import Watch
 
 LONG = SamplingParams(temperature=0.0, max_tokens=20)
 
@@ -58,6 +59,20 @@ def test_a_prompt_leaves_the_state_that_is_kept() -> None:
 def keys_of(request: Request, blocks: int) -> bytes:
     assert request.keys is not None
     return request.keys.key(blocks - 1)
+
+
+def test_who_yields_takes_no_state_from_who_starts() -> None:
+    """As many are kept as may be, so that its own takes the place of the one that is found."""
+    pool = StatePool(8, in_place=True, max_kept=1)
+    states = StateBench(5, policy="priority", rows=4, states=pool)
+    states.submit("a", 9, cached=True)
+    assert [states.slots(), states.slots()] == [[("a", 0, 1)], [("a", 1, 2)]]
+    states.finish("a")
+    states.submit("low", [90, 91, 92], cached=True, priority=1)
+    assert [states.slots(), states.slots()] == [[("low", 0, 2)], [("low", 2, 2)]]
+    states.submit("high", [*range(8), *range(50, 62)], cached=True)
+    assert states.slots() == [("high", 1, 3)]
+    assert not states.requests["low"].running
 
 
 def test_few_that_are_kept_let_many_stay_in_their_slots() -> None:
@@ -165,6 +180,23 @@ def test_a_step_that_is_interrupted_is_computed_again() -> None:
     engine.check()
     found += run(engine)["a"]
     assert tokens(found) == alone(PROMPT, LONG, has_states=True)
+
+
+@pytest.mark.parametrize("failing", [3, 4, 6])
+def test_beams_are_told_to_yield_whichever_of_them_was_in_place(failing: int) -> None:
+    """The first one is not where two go on from it."""
+    engine = null_engine(state_slots=16, host_states=True, fails=lambda number: number == failing)
+    watch = Watch(engine)
+    params = SamplingParams(max_tokens=12, n=3, use_beam_search=True)
+    submit(engine, "beams", [5, 2, 3, 4, 5], params)
+    submit(engine, "other", [5, 2, 3, 4, 9])
+    deltas = run(engine)
+    for index in range(3):
+        found = tokens(deltas["beams"], index)
+        assert found == alone([5, 2, 3, 4, 5], params, index, has_states=True)
+    told = watch.kinds("beams").count("preempted") + watch.kinds("other").count("preempted")
+    assert told == engine.stats().num_preemptions > 0
+    watch.check_all_ended()
 
 
 @pytest.mark.parametrize(
