@@ -14,8 +14,8 @@ from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
 from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec import ArchSpec
 
-_FULL: Final = "full_attention"
-_SLIDING: Final = "sliding_attention"
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 _ROPE_TYPES: Final = ("default", "linear")
 
 
@@ -27,23 +27,16 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
                 f"{config.path}: {key} is {cap}; only null, which caps nothing, is supported for "
                 "Gemma 3."
             )
-    ropes = rope_by_layer_type(
-        config,
-        {
-            _FULL: {"rope_theta": config.get("rope_theta", float, 1_000_000.0)},
-            _SLIDING: {"rope_theta": config.get("rope_local_base_freq", float, 10_000.0)},
-        },
-        scaled=_FULL,
-    )
+    ropes = ropes_of(config)
     spec = gemma_spec(
         config,
         family="gemma3_text",
         qk_norm=True,
         sliding_window=_windows(config),
         context_length=context_length,
-        rope=ropes[_FULL],
+        rope=ropes[FULL],
     )
-    return replace(spec, local_rope=_local_rope(config, ropes[_SLIDING], spec))
+    return replace(spec, local_rope=local_rope(config, ropes[SLIDING], spec))
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:
@@ -53,25 +46,42 @@ def _windows(config: Config) -> tuple[int | None, ...]:
     pattern = config.get("sliding_window_pattern", int, 6)
     noted = config.get("_sliding_window_pattern", int, pattern)  # by transformers, which ignores it
     if config.has("layer_types"):
-        return windows_by_type(config, window, [_FULL] * num_layers)
+        return windows_by_type(config, window, [FULL] * num_layers)
     if pattern < 1 or noted != pattern:
         raise CheckpointError(
             f"{config.path}: sliding_window_pattern is {pattern} and _sliding_window_pattern "
             f"{noted}; without layer_types they must be the same, and above 0."
         )
-    types = [_SLIDING if (i + 1) % pattern else _FULL for i in range(num_layers)]
+    types = [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]
     return windows_by_type(config, window, types)
 
 
-def _local_rope(config: Config, values: dict[str, Any], spec: ArchSpec) -> RopeSpec | None:
-    """The rotary embedding of layers with a window, where it is another one."""
+def ropes_of(config: Config) -> dict[str, dict[str, Any]]:
+    """What the configuration says of the rotary embeddings, by type of layer."""
+    return rope_by_layer_type(
+        config,
+        {
+            FULL: {"rope_theta": config.get("rope_theta", float, 1_000_000.0)},
+            SLIDING: {"rope_theta": config.get("rope_local_base_freq", float, 10_000.0)},
+        },
+        scaled=FULL,
+    )
+
+
+def local_rope(
+    config: Config, values: dict[str, Any], spec: ArchSpec, model: str = "Gemma 3"
+) -> RopeSpec | None:
+    """The rotary embedding of layers with a window, where it is another one.
+
+    Raises UnsupportedModelError for one that rotates otherwise than `model`s do.
+    """
     local, _ = rope_from(config, values, spec.head_size, spec.context_length)
-    for layers, rope in ((_FULL, spec.rope), (_SLIDING, local)):
+    for layers, rope in ((FULL, spec.rope), (SLIDING, local)):
         if rope.type not in _ROPE_TYPES or rope.rotary_dim != spec.head_size:
             raise UnsupportedModelError(
                 f"{config.path}: the RoPE of {layers} is of type {rope.type!r} and rotates "
                 f"{rope.rotary_dim} of {spec.head_size} channels; supported are the types "
-                f"{', '.join(_ROPE_TYPES)}, and all channels, for Gemma 3."
+                f"{', '.join(_ROPE_TYPES)}, and all channels, for {model}."
             )
     return None if local == spec.rope or not any(spec.sliding_window) else local
 

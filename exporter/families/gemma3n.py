@@ -15,15 +15,11 @@ from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec, windows_by_type
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gemma import GELU, TENSORS
+from onnxport.exporter.families.gemma3 import FULL, SLIDING, local_rope, ropes_of
 from onnxport.exporter.families.wrapped import newer_names, wrapped
-from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
 from onnxport.graphs.altup_spec import AltUpSpec
-from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec import ArchSpec
 
-_FULL: Final = "full_attention"
-_SLIDING: Final = "sliding_attention"
-_ROPE_TYPES: Final = ("default", "linear")
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95  # where a longer model does not say it
 # In training; and what transformers does not read, for scores are not scaled.
 _UNUSED: Final = ("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar")
@@ -37,14 +33,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
             f"{config.path}: hidden_activation is {activation!r}; supported is {GELU!r}."
         )
     config.ignore(*_UNUSED)
-    ropes = rope_by_layer_type(
-        config,
-        {
-            _FULL: {"rope_theta": config.get("rope_theta", float, 1_000_000.0)},
-            _SLIDING: {"rope_theta": config.get("rope_local_base_freq", float, 10_000.0)},
-        },
-        scaled=_FULL,
-    )
+    ropes = ropes_of(config)
     spec = decoder_spec(
         config.replaced(intermediate_size=_one_size(config)),
         family="gemma3n_text",
@@ -53,7 +42,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         qk_norm=True,
         sliding_window=_windows(config),
         context_length=context_length,
-        rope=ropes[_FULL],
+        rope=ropes[FULL],
         hidden_act="gelu_tanh",
         tied=True,
     )
@@ -61,7 +50,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     try:
         return replace(
             spec,
-            local_rope=_local_rope(config, ropes[_SLIDING], spec),
+            local_rope=local_rope(config, ropes[SLIDING], spec, "Gemma 3n"),
             rms_norm_eps=spec.rms_norm_eps / spec.hidden_size,
             inner_norm_eps=spec.rms_norm_eps,
             attention_scale=1.0,
@@ -106,21 +95,8 @@ def _windows(config: Config) -> tuple[int | None, ...]:
     """Each layer's window, which counts the query's own token: every fifth layer has none."""
     num_layers = config.require("num_hidden_layers", int)
     window = config.get("sliding_window", int, None if config.is_null("sliding_window") else 512)
-    types = [_SLIDING if (i + 1) % 5 else _FULL for i in range(num_layers)]
+    types = [SLIDING if (i + 1) % 5 else FULL for i in range(num_layers)]
     return windows_by_type(config, window, types)
-
-
-def _local_rope(config: Config, values: dict[str, Any], spec: ArchSpec) -> RopeSpec | None:
-    """The rotary embedding of layers with a window, where it is another one."""
-    local, _ = rope_from(config, values, spec.head_size, spec.context_length)
-    for layers, rope in ((_FULL, spec.rope), (_SLIDING, local)):
-        if rope.type not in _ROPE_TYPES or rope.rotary_dim != spec.head_size:
-            raise UnsupportedModelError(
-                f"{config.path}: the RoPE of {layers} is of type {rope.type!r} and rotates "
-                f"{rope.rotary_dim} of {spec.head_size} channels; supported are the types "
-                f"{', '.join(_ROPE_TYPES)}, and all channels, for Gemma 3n."
-            )
-    return None if local == spec.rope or not any(spec.sliding_window) else local
 
 
 def _altup(config: Config) -> AltUpSpec:
