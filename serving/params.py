@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.param_checks import (
+    check_integer,
+    check_number,
+    check_token,
+    check_type,
+    ids_of,
+    texts_of,
+)
 from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.text import HALF, is_whole
@@ -20,7 +27,6 @@ MAX_PRIORITY = 2**31
 MAX_PENALTY = 2.0  # OpenAI's limit of presence and frequency penalties
 MAX_REPETITION = 100.0  # and its inverse the least: beyond, float32 logits could overflow
 MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
-MAX_STOP_LENGTH = 1024  # characters; each end of a text is compared with the beginnings of all
 MAX_BAD_WORDS, MAX_BAD_WORDS_LENGTH = 1024, 32_768  # texts, and characters of all
 MAX_SIGMA = 100.0
 MAX_LENGTH_PENALTY = 16.0  # and its negative the least: of no length a float overflows
@@ -206,16 +212,16 @@ class SamplingParams:
     infill: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _texts("stop", self.stop))
-        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+        object.__setattr__(self, "stop", texts_of("stop", self.stop))
+        object.__setattr__(self, "bad_words", texts_of("bad_words", self.bad_words))
         object.__setattr__(
-            self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ())
+            self, "stop_token_ids", ids_of("stop_token_ids", self.stop_token_ids or ())
         )
         object.__setattr__(
-            self, "spelled_token_ids", _ids("spelled_token_ids", self.spelled_token_ids)
+            self, "spelled_token_ids", ids_of("spelled_token_ids", self.spelled_token_ids)
         )
         if self.allowed_token_ids is not None:
-            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            allowed = ids_of("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
         self._take_logprob_tokens()
         for name in SWITCHES:
@@ -228,16 +234,16 @@ class SamplingParams:
             object.__setattr__(self, "thinking_token_budget", None)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
-        _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check_integer("top_k", self.top_k, 1, math.inf)
-        _check_integer("max_tokens", self.max_tokens, 1, math.inf)
-        _check_integer("logprobs", self.logprobs, -1, math.inf)
-        _check_integer("prompt_logprobs", self.prompt_logprobs, -1, math.inf)
-        _check_integer("seed", self.seed, -math.inf, math.inf)
-        _check_integer("n", self.n, 1, MAX_COMPLETIONS)
-        _check_integer("best_of", self.best_of, 1, MAX_COMPLETIONS)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_integer("top_k", self.top_k, 1, math.inf)
+        check_integer("max_tokens", self.max_tokens, 1, math.inf)
+        check_integer("logprobs", self.logprobs, -1, math.inf)
+        check_integer("prompt_logprobs", self.prompt_logprobs, -1, math.inf)
+        check_integer("seed", self.seed, -math.inf, math.inf)
+        check_integer("n", self.n, 1, MAX_COMPLETIONS)
+        check_integer("best_of", self.best_of, 1, MAX_COMPLETIONS)
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(
                 f"best_of is {self.best_of} and n is {self.n}; generate at least as many "
@@ -249,15 +255,15 @@ class SamplingParams:
         self._check_left_out()
         self._check_repetitions()
         self._check_adapting()
-        _check_type("structured_outputs", self.structured_outputs, StructuredOutputs)
-        _check_type("repetition_detection", self.repetition_detection, RepetitionDetection)
+        check_type("structured_outputs", self.structured_outputs, StructuredOutputs)
+        check_type("repetition_detection", self.repetition_detection, RepetitionDetection)
         self._check_thinking()
         self._check_beams()
 
     def _take_logprob_tokens(self) -> None:
         """Check the tokens of `logprob_token_ids`, each of which counts once, and ask for them."""
         name = "logprob_token_ids"
-        token_ids = () if self.logprob_token_ids is None else _ids(name, self.logprob_token_ids)
+        token_ids = () if self.logprob_token_ids is None else ids_of(name, self.logprob_token_ids)
         if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
             raise RequestError(
                 f"{name} has {len(token_ids)} tokens; give at most {MAX_LOGPROB_TOKEN_IDS}", name
@@ -268,7 +274,7 @@ class SamplingParams:
 
     def _check_thinking(self) -> None:
         """Check what is said of reasoning."""
-        _check_integer("thinking_token_budget", self.thinking_token_budget, 0, math.inf)
+        check_integer("thinking_token_budget", self.thinking_token_budget, 0, math.inf)
         thought = self.thought
         if thought is None:
             return
@@ -284,7 +290,7 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         """Check what is said of beam search, and that nothing is asked that it cannot do."""
-        _check("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not self.use_beam_search:
             if self.length_penalty != 1.0:
                 raise RequestError(
@@ -319,35 +325,35 @@ class SamplingParams:
         """Check what llama.cpp leaves tokens out by."""
         if self.top_n_sigma == -1:  # llama.cpp's way to say "all"
             object.__setattr__(self, "top_n_sigma", 0.0)
-        _check("top_n_sigma", self.top_n_sigma, 0.0, MAX_SIGMA)
-        _check("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
-        _check("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        _check("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        check_number("top_n_sigma", self.top_n_sigma, 0.0, MAX_SIGMA)
+        check_number("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
+        check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
 
     def _check_adapting(self) -> None:
         """Check what moves from token to token."""
-        _check("dynatemp_range", self.dynatemp_range, 0.0, MAX_DYNATEMP)
-        _check("dynatemp_exponent", self.dynatemp_exponent, 0.0, MAX_DYNATEMP)
-        _check("mirostat", self.mirostat, 0, 2)
-        _check_integer("mirostat", self.mirostat, 0, 2)
-        _check("mirostat_tau", self.mirostat_tau, 0.0, MAX_TAU)
-        _check("mirostat_eta", self.mirostat_eta, 0.0, MAX_ETA)
+        check_number("dynatemp_range", self.dynatemp_range, 0.0, MAX_DYNATEMP)
+        check_number("dynatemp_exponent", self.dynatemp_exponent, 0.0, MAX_DYNATEMP)
+        check_number("mirostat", self.mirostat, 0, 2)
+        check_integer("mirostat", self.mirostat, 0, 2)
+        check_number("mirostat_tau", self.mirostat_tau, 0.0, MAX_TAU)
+        check_number("mirostat_eta", self.mirostat_eta, 0.0, MAX_ETA)
         if self.adaptive_target is not None:
-            _check("adaptive_target", self.adaptive_target, -math.inf, 1.0)
+            check_number("adaptive_target", self.adaptive_target, -math.inf, 1.0)
             if self.adaptive_target < 0.0:  # llama.cpp's way to say "none"
                 object.__setattr__(self, "adaptive_target", None)
-        _check("adaptive_decay", self.adaptive_decay, 0.0, MAX_DECAY)
+        check_number("adaptive_decay", self.adaptive_decay, 0.0, MAX_DECAY)
 
     def _check_repetitions(self) -> None:
         """Check what is said of DRY."""
-        _check("dry_multiplier", self.dry_multiplier, 0.0, MAX_DRY)
-        _check("dry_base", self.dry_base, 1.0, MAX_DRY)
-        _check("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
-        _check_integer("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
-        _check("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
-        _check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
+        check_number("dry_multiplier", self.dry_multiplier, 0.0, MAX_DRY)
+        check_number("dry_base", self.dry_base, 1.0, MAX_DRY)
+        check_number("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
+        check_integer("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
+        check_number("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
+        check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
         name = "dry_sequence_breakers"
-        breakers = _texts(name, self.dry_sequence_breakers)
+        breakers = texts_of(name, self.dry_sequence_breakers)
         object.__setattr__(self, name, breakers)
         if half := [text for text in breakers if not is_whole(text)]:
             raise RequestError(f"{name} holds {half[0]!r}, which {HALF}", name)
@@ -361,10 +367,12 @@ class SamplingParams:
 
     def _check_penalties(self) -> None:
         """Check what changes logits, and bring `logit_bias` into its form."""
-        _check("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
-        _check("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _check_integer("repeat_last_n", self.repeat_last_n, -1, MAX_LAST_N)
+        check_number(
+            "repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
+        )
+        check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        check_integer("repeat_last_n", self.repeat_last_n, -1, MAX_LAST_N)
         try:
             biases = dict(self.logit_bias or ())
         except (TypeError, ValueError) as error:
@@ -374,9 +382,9 @@ class SamplingParams:
                 "logit_bias",
             ) from error
         for token_id, bias in biases.items():
-            _check_token("logit_bias", token_id)
+            check_token("logit_bias", token_id)
             if bias != -math.inf:
-                _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+                check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         object.__setattr__(self, "logit_bias", tuple(sorted(biases.items())))
 
     def _check_choices(self) -> None:
@@ -398,8 +406,8 @@ class SamplingParams:
                 "allowed_token_ids",
             )
         most = math.inf if self.max_tokens is None else self.max_tokens
-        _check("min_tokens", self.min_tokens, 0, math.inf)
-        _check_integer("min_tokens", self.min_tokens, 0, math.inf)
+        check_number("min_tokens", self.min_tokens, 0, math.inf)
+        check_integer("min_tokens", self.min_tokens, 0, math.inf)
         if self.min_tokens > most:
             raise RequestError(
                 f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}; ask for no "
@@ -466,9 +474,9 @@ class RequestOptions:
     tells_drawn: bool = False
 
     def __post_init__(self) -> None:
-        _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout_s is not None:
-            _check("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
+            check_number("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
         if not isinstance(self.tenant, str):
             raise RequestError(f"tenant is {self.tenant!r}; it must be a text", "tenant")
         self._take_scales()
@@ -490,82 +498,5 @@ class RequestOptions:
         for each, scale in scales.items():
             if not isinstance(each, str):
                 raise RequestError(f"{name} has {each!r}; name adapters by their texts", name)
-            _check(name, scale, -MAX_SCALE, MAX_SCALE)
+            check_number(name, scale, -MAX_SCALE, MAX_SCALE)
         object.__setattr__(self, name, tuple(sorted(scales.items())))
-
-
-_KINDS = {
-    "stop": "every stop string",
-    "bad_words": "every bad word",
-    "dry_sequence_breakers": "every breaker",
-}
-
-
-def _texts(name: str, given: Any) -> tuple[str, ...]:
-    """Return texts as a tuple; a client may give one, a list or None.
-
-    Raises:
-        RequestError: one is empty, or is no text.
-    """
-    if given is not None and not isinstance(given, Iterable):
-        raise RequestError(f"{name} is {given!r}; give a list of texts", name)
-    texts = (given,) if isinstance(given, str) else tuple(given or ())
-    if any(not isinstance(text, str) or not text for text in texts):
-        kind = _KINDS[name]
-        raise RequestError(f"{name} is {given!r}; {kind} must be text, not empty", name)
-    if name == "stop" and (longest := max(map(len, texts), default=0)) > MAX_STOP_LENGTH:
-        raise RequestError(
-            f"stop holds a text of {longest} characters, at most {MAX_STOP_LENGTH} are supported; "
-            "use a part of it",
-            name,
-        )
-    return texts
-
-
-def _ids(name: str, given: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple.
-
-    Raises:
-        RequestError: they are no list, or one is no token id.
-    """
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise RequestError(f"{name} is {given!r}; give a list of token ids", name)
-    token_ids = tuple(given)
-    # All at once, for there may be as many as the vocabulary has, and this is done several times.
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0:
-        return token_ids
-    for token_id in token_ids:
-        _check_token(name, token_id)
-    return token_ids
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    """Raise RequestError unless `value` is None or of this type."""
-    if value is not None and not isinstance(value, kind):
-        raise RequestError(f"{name} is {repr(value)[:80]}; give a {kind.__name__}", name)
-
-
-def _check_token(name: str, token_id: int) -> None:
-    """Raise RequestError unless `token_id` can be a token."""
-    if not isinstance(token_id, int) or isinstance(token_id, bool):
-        raise RequestError(f"{name} holds {token_id!r}; token ids are integers", name)
-    _check_integer(name, token_id, 0, math.inf)
-
-
-def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise RequestError unless low <= value <= high (low < value if `open_low`)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not is_number:
-        raise RequestError(f"{name} is {value!r}; it must be a Python number", name)
-    if not is_number or not low <= value <= high or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise RequestError(f"{name} is {value!r}; it must be in {bracket}{low}, {high}]", name)
-
-
-def _check_integer(name: str, value: int | None, low: float, high: float) -> None:
-    """Raise RequestError unless `value` is None or an integer, low <= value <= high."""
-    if value is None:
-        return
-    if not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}; it must be an integer", name)
-    _check(name, value, low, high)
