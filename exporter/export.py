@@ -27,11 +27,18 @@ from onnxport.exporter.formats import Formats
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.mtp import check_family, check_generates, check_options, plan_mtp
+from onnxport.exporter.notices import (
+    expert_dtypes,
+    experts_of,
+    has_gqa_graph,
+    tell_kept,
+    tell_lacks,
+    tell_mxfp4,
+    tell_requantized,
+)
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.origin import DEFAULT_PRECISION, Origin, open_origin
 from onnxport.exporter.plan import WeightPlan, check_unused, plan_weights, unused_tensors
-from onnxport.exporter.plan_experts import EXPERTS
-from onnxport.exporter.plan_parts import MatrixPlan
 from onnxport.exporter.progress import advance_through
 from onnxport.exporter.shard import DTYPES
 from onnxport.exporter.sizes import artifact_bytes
@@ -55,7 +62,6 @@ from onnxport.graphs.classification_spec import (
 )
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.manifest import GRAPH_FILES, MTP_FOLDER, Manifest, Source
-from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.spec import ArchSpec
 
 _COMPARE_ROWS = 4096
@@ -124,7 +130,7 @@ def export_model(
         if options.tokenizer is not None:
             check_fits(files, spec.vocab_size)
         tokens = _tokens(origin, files, spec.vocab_size)
-        _warn(folder, files, spec, tokens)
+        tell_lacks(folder, files, spec, tokens)
         options = options.settled(origin.precision, by_matrix=origin.is_mixed)
         with origin.open(spec, options.token) as checkpoint:
             names = origin.names(family, checkpoint)
@@ -195,8 +201,8 @@ def _export(
     if options.keeps_experts:
         _check_kept(checkpoint, plan, job.config)
     elif options.block():
-        _tell_mxfp4(checkpoint, plan, options)
-    _tell_requantized(checkpoint, plan, formats, options)
+        tell_mxfp4(checkpoint, plan, options)
+    tell_requantized(checkpoint, plan, formats, options)
     expected_bytes = artifact_bytes(spec, plan, checkpoint, options)
     if mtp is not None:
         expected_bytes += artifact_bytes(mtp.manifest.model, mtp.plan, checkpoint, options)
@@ -206,10 +212,10 @@ def _export(
         advance = advance_through(checkpoint, plan, progress)
         with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
             writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
-        _tell_kept(weights, options)
+        tell_kept(weights, options)
         writer.write_graph("paged", paged_graph(spec, weights.stored))
         _write_small_files(writer, job.files)
-        if _has_gqa_graph(spec, formats):
+        if has_gqa_graph(spec, formats):
             writer.write_graph("gqa", gqa_graph(spec, weights.stored))
             _write_genai_config(writer, job)
         if head is not None and job.score is not None:
@@ -264,124 +270,6 @@ def _tokens(origin: Origin, files: Path, vocab_size: int) -> SpecialTokens:
     return special_tokens(files, vocab_size, ends)
 
 
-def _warn(folder: CheckpointFolder, files: Path, spec: ArchSpec, tokens: SpecialTokens) -> None:
-    """Say what an artifact will not be good for."""
-    if not (files / TOKENIZER_FILES[0]).is_file():
-        advice = (
-            "name the folder of the model's own with --tokenizer"
-            if is_gguf(folder.path)
-            else "transformers makes one of a tokenizer.model: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
-        logger.warning(
-            "%s has no %s, so the artifact will take token ids only; %s",
-            *(folder.path, TOKENIZER_FILES[0], advice),
-        )
-    if not tokens.eos:
-        logger.warning(
-            "%s names no token that ends texts, nor does its tokenizer, so each goes on to its "
-            "max_tokens; a generation_config.json beside the tokenizer, with %s, tells some",
-            *(folder.path, END),
-        )
-    if not spec.has_gqa_graph:
-        logger.warning(
-            "the artifact will have no %s, and no %s for onnxruntime-genai: %s. onnxport itself "
-            "serves the paged graph",
-            *(GRAPH_FILES["gqa"], genai.FILE, _why_no_gqa_graph(spec)),
-        )
-    elif spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
-        logger.warning(
-            "%s, and so onnxruntime-genai, will not run in ONNX Runtime: its GroupQueryAttention "
-            "takes multiples of %d channels, and this model's heads have %d, of which %d rotate. "
-            "onnxport itself serves the paged graph",
-            *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
-        )
-
-
-def _why_no_gqa_graph(spec: ArchSpec) -> str:
-    if spec.latent is not None:
-        return "ONNX Runtime's GroupQueryAttention has no attention of latents"
-    if spec.has_mixed_layers:
-        return (
-            "it knows one size of heads, and keys and values of each layer, and this model's "
-            "layers have several, or read those of others"
-        )
-    if spec.has_ungated_experts:
-        return "ONNX Runtime knows no experts without a gate, which this model's are"
-    assert spec.has_gelu_experts
-    return "ONNX Runtime's MoE and QMoE have no gated GELU, which this model's experts have"
-
-
-def _has_gqa_graph(spec: ArchSpec, formats: Formats) -> bool:
-    """Whether there is one; says so where there is none for what experts keep."""
-    if not (spec.has_gqa_graph and formats.have_own_experts):
-        return spec.has_gqa_graph
-    logger.warning(
-        "the artifact will have no %s, and no %s for onnxruntime-genai: experts keep the minima of "
-        "their blocks, or the bits of each matrix, which ONNX Runtime's QMoE does not compute. "
-        "onnxport itself serves the paged graph; with --precision int8 there are both",
-        *(GRAPH_FILES["gqa"], genai.FILE),
-    )
-    return False
-
-
-def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
-    """Say how much of what was in integers is stored as it was."""
-    count, kept = weights.integer_blocks, weights.kept_blocks
-    if kept < count:
-        logger.warning(
-            "of %d blocks of integers %d (%.1f %%) could not stay as they are, and were quantized "
-            "again, to %s in groups of %d, which changes them: %s",
-            *(
-                count,
-                count - kept,
-                100 * (count - kept) / count,
-                options.projections,
-                options.group,
-            ),
-            "their bits or groups are other ones, or a head or experts have zero points"
-            + (". The precision int8 changes them less" if options.projections == "int4" else ""),
-        )
-    elif count:
-        logger.info("all %d blocks of integers are stored as they are", count)
-
-
-def _tell_mxfp4(checkpoint: Checkpoint, plan: WeightPlan, options: ExportOptions) -> None:
-    """Say that experts change which need not. Eight bits have room for them where blocks stay."""
-    types = _expert_dtypes(checkpoint, plan)
-    stay = options.projections == "int8" and types.keys() <= checkpoint.packed_matrices.keys()
-    if {*types.values()} == {MXFP4} and not stay:
-        logger.warning(
-            "experts are stored in MXFP4 and are quantized again, to %s, which changes them; "
-            "the expert precision mxfp4 keeps them as they are",
-            options.projections,
-        )
-
-
-def _tell_requantized(
-    checkpoint: Checkpoint, plan: WeightPlan, formats: Formats, options: ExportOptions
-) -> None:
-    """Say what of a checkpoint was quantized, and is quantized again."""
-    types = checkpoint.requantized
-    bits = {
-        part.tensor: block.bits
-        for role, matrix in plan.matrices.items()
-        if (block := formats.block(role)) is not None
-        for part in matrix.parts
-        if part.tensor in types
-        and not (formats.has_offsets(role) and part.tensor in checkpoint.with_minima)
-    }
-    if bits:
-        targets = sorted({f"int{one}" for one in bits.values()})
-        logger.warning(
-            "matrices are stored in %s, %d of them, whose blocks an artifact has not in their "
-            "place; they are quantized again, to %s in groups of %d, which changes them%s",
-            *(", ".join(sorted({types[name] for name in bits})), len(bits)),
-            *(" and ".join(targets), options.group),
-            ". The precision int8 changes them less" if "int4" in targets else " by little",
-        )
-
-
 def _check_tensors(checkpoint: Checkpoint, plan: WeightPlan, job: _Job, *, mtp: bool) -> None:
     spec, names = job.spec, job.names
     checkpoint.require(plan.shapes())
@@ -411,20 +299,10 @@ def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
     return checkpoint.dtype(name) in DTYPES and not checkpoint.read(name).any()
 
 
-def _experts(plan: WeightPlan) -> list[MatrixPlan]:
-    return [one for role, one in plan.matrices.items() if role.endswith(EXPERTS)]
-
-
-def _expert_dtypes(checkpoint: Checkpoint, plan: WeightPlan) -> dict[str, str]:
-    """What each tensor of experts is stored in."""
-    tensors = sorted({part.tensor for one in _experts(plan) for part in one.parts})
-    return {name: checkpoint.dtype(name) for name in tensors}
-
-
 def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> None:
     """Experts that are to stay in MXFP4 are in it, as they are to be stored."""
     asked = f"{config.path}: the expert precision mxfp4 was asked for"
-    found = _expert_dtypes(checkpoint, plan)
+    found = expert_dtypes(checkpoint, plan)
     if not found:
         raise ExportError(f"{asked}, and this model has no experts; leave it out.")
     others = [name for name, dtype in found.items() if dtype != MXFP4]
@@ -434,12 +312,12 @@ def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> Non
             f"of experts are not: {others[0]} is {found[others[0]]}. Leave it out, and "
             "experts are of the precision that the rest has."
         )
-    if any(one.part_scales is not None for one in _experts(plan)):
+    if any(one.part_scales is not None for one in experts_of(plan)):
         raise ExportError(
             f"{asked}, and each expert of this model is multiplied with a number of its own, which "
             "goes into its weights. Leave it out."
         )
-    assert all(one.scale == 1 for one in _experts(plan))
+    assert all(one.scale == 1 for one in experts_of(plan))
     logger.warning(
         "onnxruntime-genai will not run %s on a processor: ONNX Runtime has no kernel for experts "
         "in MXFP4 there. onnxport itself serves the paged graph",
