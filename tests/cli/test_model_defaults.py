@@ -276,7 +276,7 @@ def test_a_server_is_given_them(
 
         async def close(self) -> None: ...
 
-    monkeypatch.setattr(serve, "load_engine", load_engine)
+    monkeypatch.setattr(application, "load_engine", load_engine)
     monkeypatch.setattr(worker, "AsyncEngine", Closing)
     monkeypatch.setattr(app, "create_app", create_app)
     arguments = ["serve", str(artifact), "--port", "0", "--seed", "7", "--chat-template", str(file)]

@@ -151,7 +151,7 @@ async def test_what_the_tokenizer_has(client: Client, engine: FakeEngine) -> Non
         ("/tokenize", {"content": "a", "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"content": "a", "return_token_strs": True}, "return_token_strs"),
         ("/tokenize", {"content": "a", "tools": [TOOL]}, "tools"),
-        ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
+        ("/tokenize", {"content": "a", "parse_special": "no, never"}, "parse_special"),
         ("/tokenize", {"content": ["a"]}, "content"),
         ("/apply-template", {}, "messages"),
         (

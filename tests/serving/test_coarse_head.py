@@ -141,7 +141,8 @@ def structured(artifact: Path, mixes: list[dict[str, Any]], **options: Any) -> l
 
 def generated(llm: LLM, mixes: list[dict[str, Any]]) -> list[Any]:
     """What is generated, twice, the second time with what the first has left in the cache."""
-    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+    chosen = [*PROMPTS, *PROMPTS][: len(mixes)]
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in chosen]
     params = [SamplingParams(max_tokens=14, ignore_eos=True, **mix) for mix in mixes]
     found: list[Any] = []
     for _ in range(2):
