@@ -13,7 +13,6 @@ from onnxport.errors import RequestError
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.deepseek import DEEPSEEK_V3
-from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.hy3 import HY3, HY3_PLAIN
 from onnxport.serving.http.tool_formats.invoke_calls import (
     DEEPSEEK_V4,
@@ -286,7 +285,6 @@ def test_a_name_that_is_none() -> None:
     ("syntax", "call"),
     [
         (QWEN3_CODER, f"{CODER}</parameter>\n</function>\n</tool_call>"),
-        (HERMES, f"<tool_call>\n{J_ADD}\n</tool_call>"),
         (GLM45, "<tool_call>now</tool_call>"),
         (DEEPSEEK_V4, f"{V4}x</｜DSML｜parameter></｜DSML｜invoke>"),
     ],
@@ -299,14 +297,6 @@ def test_a_call_ends_a_thought_that_was_not_closed(syntax: ToolFormat, call: str
     assert "".join(each.reasoning for each in splits) == "Well."
     content = "".join(each.content for each in splits)
     assert (content, len(parse(syntax, content)[1])) == (call, 1)
-
-
-def test_a_thought_may_speak_of_the_tags_of_hermes() -> None:
-    thought = Thought(("<think>",), ("</think>",), is_open=True, ends_before=HERMES.ends_thought)
-    told = "It goes in <tool_call> and </tool_call>.</think>Yes."
-    splitter = ReasoningSplitter(thought)
-    splits = [*(splitter.take(char, is_last=False) for char in told), splitter.finish()]
-    assert "".join(each.content for each in splits) == "Yes."
 
 
 @pytest.mark.parametrize(("text", "value"), [("018", 18), ("-007", -7), ("00", 0), ("01x", "01x")])

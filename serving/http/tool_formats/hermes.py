@@ -81,6 +81,5 @@ HERMES = ToolFormat(
     further=(CLOSE,),
     read=read,
     written=Written(f"{OPEN}{BREAK}", f"{BREAK}{CLOSE}", between_blocks=BREAK),
-    ends_thought=(f'{OPEN}\n{{"name": ',),  # Qwen3's thoughts speak of the tags alone, too
     recognizes=lambda template: CLOSE in template,
 )
