@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from onnxport.cli import build_parser, chat, generate, main, serve
+from onnxport.cli import application, build_parser, chat, generate, main
 from onnxport.cli.model_defaults import chat_template, sampling_defaults, template_text
 from onnxport.errors import ArtifactError, RequestError
 from onnxport.serving.defaults import SamplingDefaults

@@ -25,9 +25,12 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
     body = response.json()
     assert list(body) == ["error"]
-    sizes = {"n_prompt_tokens", "n_ctx"} if "context length is" in response.text else set()
-    assert set(body["error"]) == {"message", "type", "param", "code"} | sizes
     error: dict[str, Any] = body["error"]
+    sizes = set(error) - {"message", "type", "param", "code"}
+    if sizes:  # of a prompt that is generated from
+        assert sizes == {"n_prompt_tokens", "n_ctx"}
+        assert error["code"] == "context_length_exceeded"
+    assert len(error) == 4 + len(sizes)
     return error
 
 
