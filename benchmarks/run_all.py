@@ -5,9 +5,9 @@
 
 The folder keeps checkpoint, models, environments (venvs/PEER), logs, results.jsonl. Started again,
 it goes on where it was interrupted; with more rounds it adds them, and the results tell of which
-day and code each is. In every round each peer has a turn on each group of workloads, and onnxport
-one right before it: A B, A C, A B, A C. Cold starts are compared first, by themselves: see
-`benchmarks.cold`.
+day and code each is. In every round each peer has a turn on each of W1 to W6 and on the streams and
+contexts, and onnxport one right before it: A B, A C, A B, A C. Cold starts are compared first, by
+themselves: see `benchmarks.cold`.
 
 It writes a section of benchmarks/RESULTS.md for each shape, and benchmarks/plots/*.svg.
 """
@@ -114,7 +114,12 @@ def options() -> argparse.ArgumentParser:
 
 
 def groups(given: str, quick: bool) -> dict[str, list[str]]:
-    """The workloads that were asked for, by group; where it has to be quick, groups are smaller."""
+    """The workloads that were asked for, by what one process runs.
+
+    Those of `core` have one each: what one leaves in a KV cache would count as the memory of the
+    next, of whoever keeps his cache, and not of whoever makes another. Streams and contexts grow,
+    so that each needs most. Where it has to be quick, these are fewer.
+    """
     names: list[str] = []
     for one in given.split(","):
         own = GROUPS.get(one, ())
@@ -123,7 +128,9 @@ def groups(given: str, quick: bool) -> dict[str, list[str]]:
         allowed = f"{', '.join(GROUPS)}, {', '.join(WORKLOADS)}"
         sys.exit(f"no such workloads: {', '.join(unknown)}; there are {allowed}")
     wanted = dict.fromkeys(names)
-    found = {group: [n for n in wanted if n[0] == own[0][0]] for group, own in GROUPS.items()}
+    found = {name: [name] for name in wanted if name[0] == GROUPS["core"][0][0]}
+    for group in ("streams", "contexts"):
+        found[group] = [name for name in wanted if name[0] == GROUPS[group][0][0]]
     return {group: own for group, own in found.items() if own}
 
 
