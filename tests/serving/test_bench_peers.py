@@ -320,15 +320,15 @@ for name in ("cold", *names):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_all.Side, "command", command)
-        for workloads in ("W1", "W1,W2,W6", "W2"):
+        for workloads in ("S1", "W2,S1,S2,S4", "S2"):
             arguments.workloads = workloads
             store = Store(path)
             noted = run_all.origins(arguments, {side("peer"): "1"})
             run_all.measure(arguments, store, side(OURS), [side("peer")], noted)
     starts = 2 * (1 + cold.STARTS)
-    assert calls.read_text().split() == ["W1"] * starts + ["W1"] * 2 + ["W2,W6"] * 2
+    assert calls.read_text().split() == (["W1"] * starts + ["S1"] * 2 + ["W2"] * 2 + ["S2,S4"] * 2)
     found = {one.workload: one for one in results.compare(Store(path).runs)}
-    assert found.keys() == {cold.COLD, "W1", "W2", "W6"}
+    assert found.keys() == {cold.COLD, "S1", "W2", "S2", "S4"}
     assert all(one.ratios == (1.0,) for one in found.values())
 
 
