@@ -224,7 +224,13 @@ class Decoder:
             return attended
         gate = self.linear(f"layers.{layer}.attention_gate", x)
         part = self.g.node("Sigmoid", [gate], name="attention_gate.sigmoid")
-        return self.g.node("Mul", [attended, part], name="attention.gated")
+        if not self.spec.head_gates:
+            return self.g.node("Mul", [attended, part], name="attention.gated")
+        size = self.spec.head_size
+        heads = ops.reshape(self.g, attended, (*self.leading, -1, size), "attention.heads")
+        apart = ops.reshape(self.g, part, (*self.leading, -1, 1), "attention_gate.heads")
+        gated = self.g.node("Mul", [heads, apart], name="attention.gated")
+        return ops.reshape(self.g, gated, (*self.leading, self.spec.q_size), "attention.join")
 
     def mlp(self, layer: int, x: str, hidden: str = "") -> str:
         """What the feed-forward layer adds. It reads x, and some experts the stream."""

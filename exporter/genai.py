@@ -47,7 +47,12 @@ _LLAMA: Final = (
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
     *("internlm3", "starcoder2"),
 )
-_TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss", "lfm2_moe": "lfm2"}
+_TYPES: Final = {
+    **dict.fromkeys(_LLAMA, "llama"),
+    "gpt_oss": "gptoss",
+    "lfm2_moe": "lfm2",
+    "lfm3": "lfm2",
+}
 
 # Keys of generation_config.json that mean the same there, and their types.
 _SEARCH: Final[Mapping[str, type | tuple[type, ...]]] = {

@@ -76,7 +76,7 @@ def attention_matrices(
     if not spec.attention_gate:
         return found
     if names.attention_gate is not None:
-        gate = stack_rows(prefix, (names.attention_gate,), (spec.q_size,), inputs, biased=False)
+        gate = stack_rows(prefix, (names.attention_gate,), (spec.gate_size,), inputs, biased=False)
         return found | {role + "attention_gate": gate}
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
     q, gates = split_by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)

@@ -33,7 +33,8 @@ def attend(
         heads = _of_heads(spec, layer, weights, x, tables, kept)
     result = _mixed(spec, layer, weights, *heads)
     if spec.attention_gate:
-        result *= sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
+        gates = sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
+        result *= np.repeat(gates, spec.q_size // spec.gate_size, axis=-1)
     return result
 
 

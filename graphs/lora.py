@@ -152,7 +152,7 @@ def projection_shapes(spec: ArchSpec, layer: int) -> dict[Projection, tuple[int,
         shapes["k_proj"] = shapes["v_proj"] = (spec.kv_size, hidden)
         shapes["o_proj"] = (hidden, spec.q_size)
         if spec.attention_gate:
-            shapes["attention_gate"] = (spec.q_size, hidden)
+            shapes["attention_gate"] = (spec.gate_size, hidden)
     if spec.experts_of(layer) is None and spec.has_mlp(layer):
         if not spec.ungated:
             shapes["gate_proj"] = (inner, hidden)

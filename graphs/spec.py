@@ -112,6 +112,7 @@ class ArchSpec:
     altup: AltUpSpec | None = None  # there are several residual streams; None: one
     # Of each layer's gate what is less than so many deviations above its mean is 0; None: nothing.
     gate_cutoffs: tuple[float | None, ...] | None = None
+    head_gates: bool | None = None  # `attention_gate` has a number a head; None: one a channel
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -168,6 +169,11 @@ class ArchSpec:
     def has_mixed_layers(self) -> bool:
         """Whether layers have other heads than others, or read their keys and values."""
         return self.global_heads is not None or self.shared_kv_layers is not None
+
+    @property
+    def gate_size(self) -> int:
+        """Numbers of a token that `attention_gate` multiplies heads with."""
+        return self.num_heads if self.head_gates else self.q_size
 
     @property
     def has_gqa_graph(self) -> bool:
@@ -386,6 +392,7 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "layer_input_rows": (int, NONE),
     "altup": (dict, NONE),
     "gate_cutoffs": (list, NONE),
+    "head_gates": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -398,5 +405,5 @@ _LATER: Final = (
     *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
-    *("layer_input_rows", "altup", "gate_cutoffs"),
+    *("layer_input_rows", "altup", "gate_cutoffs", "head_gates"),
 )

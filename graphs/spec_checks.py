@@ -66,6 +66,10 @@ def check_spec(spec: ArchSpec) -> None:
         not (spec.attention_gate and spec.qkv_bias),
         "attention_gate and qkv_bias exclude each other",
     )
+    require(
+        bool(spec.attention_gate) or not spec.head_gates,
+        "head_gates needs attention_gate, whose numbers it is about",
+    )
     _check_linear(spec)
     _check_multipliers(spec)
     _check_streams(spec)
@@ -174,8 +178,8 @@ def _check_linear(spec: ArchSpec) -> None:
     )
     require(spec.draft is None, "a draft head has attention in each layer, linear says not")
     require(
-        spec.sliding_window == (None,) * spec.num_layers,
-        f"beside linear attention no layer has a sliding window; they are {spec.sliding_window}",
+        not any(spec.sliding_window[layer] for layer in spec.linear_layers),
+        f"a layer that keeps a state has no sliding window; they are {spec.sliding_window}",
     )
     others = {"output_norms": spec.output_norms, "attention_gate": spec.attention_gate}
     found = [name for name, one in others.items() if one]

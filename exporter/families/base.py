@@ -153,9 +153,16 @@ class TensorNames:
         What guesses further tokens may have its experts in another way than the model.
         """
         (experts, *_) = self.expert_gate_up
-        return self.embedding in found and (
-            "{}" in experts
-            or any(name.endswith(experts) and not name.startswith(self.further) for name in found)
+        gate = self.attention_gate
+        return (
+            self.embedding in found
+            and (gate is None or any(name.endswith(f"{gate}.weight") for name in found))
+            and (
+                "{}" in experts
+                or any(
+                    name.endswith(experts) and not name.startswith(self.further) for name in found
+                )
+            )
         )
 
 

@@ -42,7 +42,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     num_layers = config.require("num_hidden_layers", int)
     layers = _layers(config, _counted(config, num_layers))
     spec = _read(config, "lfm2", _feed_forward_size(config), context_length)
-    return _with_convolutions(config, spec, layers)
+    return with_convolutions(config, spec, layers)
 
 
 def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSpec:
@@ -62,7 +62,7 @@ def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSp
         scale=config.get("routed_scaling_factor", float, 1.0),
         layers=sparse,
     )
-    spec = _with_convolutions(config, spec, layers)
+    spec = with_convolutions(config, spec, layers)
     return replace(spec, experts=experts) if any(sparse) else spec
 
 
@@ -119,9 +119,14 @@ def _feed_forward_size(config: Config) -> int:
     return -(-int(times * int(2 * given / 3)) // step) * step
 
 
-def _with_convolutions(config: Config, spec: ArchSpec, layers: tuple[bool, ...]) -> ArchSpec:
-    """The model with those layers, if there are some."""
-    kernel = config.get("conv_L_cache", int, 3)
+def with_convolutions(
+    config: Config, spec: ArchSpec, layers: tuple[bool, ...], kernel: int = 3
+) -> ArchSpec:
+    """The model with those layers, if there are some; `kernel` is what `conv_L_cache` is if absent.
+
+    Raises CheckpointError for sizes that contradict each other.
+    """
+    kernel = config.get("conv_L_cache", int, kernel)
     bias = config.get("conv_bias", bool, False)
     if not any(layers):
         return spec

@@ -57,16 +57,20 @@ def group_tables(model: onnx.ModelProto, groups: LayerGroups) -> PassResult:
 
 
 def _layer_numbers(layers: Sequence[PagedAttentionNode], groups: LayerGroups) -> dict[str, int]:
-    """The layers by their key caches' names, as inputs and outputs, once all fit the groups."""
+    """The places among layers with a cache, by their key caches' names, once all fit the groups.
+
+    Names are those of inputs and outputs. Between such layers there may be others, without a cache.
+    """
     count = len(groups.places)
-    numbers = {contract.past_key(number): number for number in range(count)}
     found = [layer.input(PagedInput.KEY_CACHE) for layer in layers]
     own = [name for name, layer in zip(found, layers, strict=True) if layer.writes]
+    parts = [name.split(".") for name in own]
+    layer_numbers = sorted({int(part[1]) for part in parts if part[1:2] and part[1].isdecimal()})
+    numbers = {contract.past_key(layer): place for place, layer in enumerate(layer_numbers)}
+    is_whole = sorted(own) == sorted(numbers) and len(own) == count
     # What reads the keys and values of another layer finds them by that layer's table.
-    numbers |= {contract.present_key(number): number for number in range(count)}
-    if sorted(own) != sorted(map(contract.past_key, range(count))) or not numbers.keys() >= {
-        *found
-    }:
+    numbers |= {contract.present_key(layer): place for place, layer in enumerate(layer_numbers)}
+    if not is_whole or not numbers.keys() >= {*found}:
         raise ArtifactError(
             f"group_tables: groups are of {count} layers, whose PagedAttention nodes read "
             f"{contract.past_key(0)} and so on; the graph's read {found}"

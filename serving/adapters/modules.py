@@ -77,6 +77,7 @@ _LFM2: Final = _Names(
         "feed_forward.w2": ("down_proj",),
     },
 )
+_LFM3: Final = replace(_LFM2, attention={**_ATTENTION, "self_attn.g_proj": ("attention_gate",)})
 _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
     "phi3": replace(
@@ -139,6 +140,7 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     ),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
+    "lfm3": _LFM3,
 }
 # Families whose feed-forward layers have the number behind that of what is ahead of them.
 _OF_BLOCKS: Final = frozenset({"nemotron_h"})

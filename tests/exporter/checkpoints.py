@@ -1165,7 +1165,7 @@ BOTH: Mapping[str, Case] = {
 }
 SPACES = {**SPACES, **BOTH}
 
-_CONV = "conv"
+_CONV, _SLIDING = "conv", "sliding_attention"
 _SHORT_CONV: Mapping[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -1173,6 +1173,16 @@ _SHORT_CONV: Mapping[str, Any] = {
     "norm_eps": 0.05,  # so that each norm's tells
     "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+_LFM3: Mapping[str, Any] = {
+    "head_dim": 32,
+    "norm_eps": 0.05,
+    "pad_token_id": 0,
+    "sliding_window": 6,
+    "rope_parameters": {
+        _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        _FULL: {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    },
 }
 # Models with layers that are a convolution.
 SHORT_CONV: Mapping[str, Case] = {
@@ -1216,6 +1226,29 @@ SHORT_CONV: Mapping[str, Case] = {
             "moe_intermediate_size": 32,
             "norm_topk_prob": False,
             "use_expert_bias": False,
+        },
+    ),
+    "lfm3": Case(  # as published: two RoPEs, a gate a head, norms on both sides, seven tokens
+        "lfm3",
+        {
+            **_LFM3,
+            "num_hidden_layers": 5,
+            "layer_types": [_CONV, _CONV, _FULL, _CONV, _SLIDING],
+        },
+        torch.bfloat16,
+    ),
+    "lfm3-bare": Case(  # without what may be left out; every layer with attention has a window
+        "lfm3",
+        {
+            **_LFM3,
+            "num_hidden_layers": 2,
+            "layer_types": [_SLIDING, _CONV],
+            "rope_parameters": {_SLIDING: {"rope_type": "default", "rope_theta": 500.0}},
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": True,
         },
     ),
 }

@@ -74,6 +74,7 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
         *(("nemotron-h", "int4"), ("nemotron-h-biases", "fp16")),
         *(("falcon-h1", "int4"), ("falcon-h1-norm", "int8"), ("falcon-h1", "fp16")),
         *(("lfm2", "int4"), ("lfm2-biases", "fp16"), ("lfm2-moe", "int4")),
+        *(("lfm3", "int4"), ("lfm3-bare", "int8")),
     ],
 )
 def test_other_precisions(name: str, precision: str, tmp_path: Path) -> None:

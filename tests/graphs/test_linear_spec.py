@@ -161,8 +161,8 @@ def test_other_types_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_no_windows_and_no_draft_heads_beside_them() -> None:
-    with pytest.raises(ValueError, match="no layer has a sliding window"):
-        replace(SPEC, sliding_window=(None, None, 8, None))
+    with pytest.raises(ValueError, match="has no sliding window"):
+        replace(SPEC, sliding_window=(None, 8, None, None))
     draft = DraftSpec(
         vocab_size=8,
         target_hidden_size=8,

@@ -49,6 +49,7 @@ MADE = (
     ("qwen3.5", "int4", "custom"),
     ("qwen3-next", "fp32", "decomposed"),
     ("lfm2", "fp32", "decomposed"),
+    ("lfm3", "fp32", "decomposed"),
     ("lfm2-moe", "int4", "custom"),
     ("granite-4", "int4", "custom"),
     ("nemotron-h", "int4", "custom"),
