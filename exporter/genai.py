@@ -46,6 +46,7 @@ _LLAMA: Final = (
     *("seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
     *("internlm3", "starcoder2"),
+    *("cwm", "granite_swa", "granitemoe_swa", "hyperclovax", "iquestcoder", "jais2", "vaultgemma"),
 )
 _TYPES: Final = {
     **dict.fromkeys(_LLAMA, "llama"),

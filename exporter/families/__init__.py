@@ -13,6 +13,7 @@ from onnxport.exporter.families import (
     arcee,
     bamba,
     cohere,
+    cwm,
     deepseek_v2,
     deepseek_v3,
     dots1,
@@ -32,9 +33,13 @@ from onnxport.exporter.families import (
     gpt_oss,
     granite,
     granite_hybrid,
+    granite_swa,
     helium,
     hunyuan,
+    hyperclovax,
     internlm3,
+    iquestcoder,
+    jais2,
     lfm2,
     lfm3,
     llama,
@@ -60,6 +65,7 @@ from onnxport.exporter.families import (
     solar_open,
     stablelm,
     starcoder2,
+    vaultgemma,
 )
 from onnxport.exporter.families.base import Family
 
@@ -70,6 +76,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     bamba.FAMILY,
     cohere.FAMILY,
     cohere.WITH_WINDOWS,
+    cwm.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
     dots1.FAMILY,
@@ -96,10 +103,15 @@ FAMILIES: Final[tuple[Family, ...]] = (
     granite.WITH_EXPERTS,
     granite.WITH_SHARED_EXPERTS,
     granite_hybrid.FAMILY,
+    granite_swa.FAMILY,
+    granite_swa.WITH_EXPERTS,
     helium.FAMILY,
     hunyuan.FAMILY,
     hunyuan.WITH_EXPERTS,
+    hyperclovax.FAMILY,
     internlm3.FAMILY,
+    iquestcoder.FAMILY,
+    jais2.FAMILY,
     lfm2.FAMILY,
     lfm2.WITH_EXPERTS,
     lfm3.FAMILY,
@@ -130,6 +142,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     solar_open.FAMILY,
     stablelm.FAMILY,
     starcoder2.FAMILY,
+    vaultgemma.FAMILY,
 )
 
 # Classes of encoders, and of decoders that were made ones.

@@ -43,7 +43,11 @@ def read_spec_with_shared_experts(config: Config, context_length: int | None) ->
 
 def _with_experts(config: Config, shared_size: int | None = None, **differences: Any) -> ArchSpec:
     """What both share; `differences` are keyword arguments of `decoder_spec`."""
-    spec = multiplied(config, **differences)
+    return with_granite_experts(config, multiplied(config, **differences), shared_size)
+
+
+def with_granite_experts(config: Config, spec: ArchSpec, shared_size: int | None) -> ArchSpec:
+    """The model with experts in each layer, and, with a size, a layer beside them."""
     experts = experts_spec(
         config,
         count=8,

@@ -25,7 +25,7 @@ TOKENS = 32
 EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 # Families whose norms' weights are stored minus one, but for those of delta nets.
 OFFSET_NORMS = (
-    *("gemma2", "gemma3_text", "nemotron"),
+    *("gemma2", "gemma3_text", "nemotron", "vaultgemma"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 CENTRES: Mapping[str, float] = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # of long memories
@@ -167,6 +167,15 @@ LATENT_ROPE: Mapping[str, Any] = {
 }
 
 
+_GRANITE_SWA: Mapping[str, Any] = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+    "rms_norm_eps": 0.05,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 CASES: Mapping[str, Case] = {
     "deepseek-v2": Case(  # as V2 has it: groups, of which the best expert counts
         "deepseek_v2",
@@ -407,6 +416,86 @@ CASES: Mapping[str, Case] = {
             "mlp_bias": True,
         },
         torch.bfloat16,
+    ),
+    "granite-swa": Case(  # another base in layers with a window, and one layer rotates nothing
+        "granite_swa",
+        {
+            **_GRANITE_SWA,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "layer_rope_theta": [500.0, 100.0, 0, 100.0],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        torch.bfloat16,
+    ),
+    "granitemoe-swa": Case(  # layers that see all rotate nothing
+        "granitemoe_swa",
+        {
+            **_GRANITE_SWA,
+            "layer_rope_theta": [0, 100.0],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoe-swa-plain": Case(
+        "granitemoe_swa",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 6},
+        torch.bfloat16,
+    ),
+    "hyperclovax": Case(
+        "hyperclovax",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 1.5,
+            "rms_norm_eps": 0.05,
+            "head_dim": 32,
+            "attention_bias": True,
+        },
+        torch.bfloat16,
+    ),
+    "hyperclovax-plain": Case(  # no norms on what layers add
+        "hyperclovax",
+        {"use_post_norm": False, "embedding_multiplier": 2.0, "tie_word_embeddings": True},
+    ),
+    "iquestcoder": Case("iquestcoder", {"head_dim": 32, "attention_bias": True}, torch.bfloat16),
+    "cwm": Case(
+        "cwm",
+        {
+            "head_dim": 32,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        torch.bfloat16,
+    ),
+    "jais2": Case("jais2", {"layer_norm_eps": 0.05, "head_dim": 32}, torch.bfloat16),
+    "jais2-plain": Case(
+        "jais2",
+        {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+    ),
+    "vaultgemma": Case(
+        "vaultgemma",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+            "rms_norm_eps": 0.05,
+            "tie_word_embeddings": True,
+        },
     ),
     "internlm3": Case("internlm3", {"head_dim": 32}, torch.bfloat16),
     "internlm3-biases": Case(

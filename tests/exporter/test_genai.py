@@ -43,7 +43,8 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
         *("hunyuan-biases", "hunyuan-moe", "cohere", "cohere2", "afmoe"),
         *("gpt-oss", "gpt-oss-16bit", "ministral3", "ministral3-text"),
         *("apertus", "arcee", "cohere-norms", "gpt-neox", "nemotron-biases", "phi-mha", "stablelm"),
-        "starcoder2",
+        *("cwm", "granite-swa", "granitemoe-swa", "hyperclovax", "iquestcoder", "jais2"),
+        *("starcoder2", "vaultgemma"),
     ],
 )
 def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:

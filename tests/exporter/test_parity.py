@@ -27,6 +27,7 @@ FAST = {
     "arcee",
     "cohere-norms",
     "cohere2",
+    "cwm",
     "deepseek-v2",
     "deepseek-v3",
     "exaone-moe",
@@ -44,10 +45,15 @@ FAST = {
     "glm4-moe",
     "gpt-neox",
     "granite",
+    "granite-swa",
     "granitemoe",
+    "granitemoe-swa",
     "hunyuan",
     "hunyuan-moe",
+    "hyperclovax",
     "internlm3-biases",
+    "iquestcoder",
+    "jais2",
     "llama",
     "llama-mqa-biases",
     "minimax-m2",
@@ -64,6 +70,7 @@ FAST = {
     "smollm3",
     "stablelm",
     "starcoder2",
+    "vaultgemma",
 }
 PARAMS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)

@@ -44,12 +44,16 @@ FAMILIES = (
     "gemma3",
     "gpt-neox",
     "granite-biases",
+    "granite-swa",
     "hunyuan",
+    "hyperclovax",
+    "jais2",
     "llama",
     "mistral-window",
     "phi3-longrope",
     "qwen2",
     "qwen3",
+    "vaultgemma",
 )
 KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernel was not built")
 
