@@ -84,6 +84,10 @@ def _nemotron(facts: Facts) -> Values:
     return _with_layer_norms(facts, "NemotronForCausalLM", "norm_eps", partial=True) | biases(facts)
 
 
+def _jais2(facts: Facts) -> Values:
+    return _with_layer_norms(facts, "Jais2ForCausalLM", "layer_norm_eps") | biases(facts)
+
+
 def _starcoder2(facts: Facts) -> Values:
     """StarCoder2: its window is not in the file, and llama.cpp has none."""
     values = _with_layer_norms(facts, "Starcoder2ForCausalLM", "norm_epsilon")
@@ -335,11 +339,13 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "gpt-oss": Architecture(_gpt_oss),
     "gptneox": Architecture(_gpt_neox),
     "granite": Architecture(_granite, neighbours=True),
+    "granite_swa": Architecture(recent.granite_swa, neighbours=True),
     "granitehybrid": Architecture(states.granite_hybrid, neighbours=True),
     "granitemoe": Architecture(_granite_moe, neighbours=True),
     "hunyuan-dense": Architecture(recent.hunyuan),
     "hunyuan-moe": Architecture(recent.hunyuan_moe),
     "internlm2": Architecture(_llama, neighbours=True),
+    "jais2": Architecture(_jais2),
     "lfm2": Architecture(states.lfm2),
     "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),

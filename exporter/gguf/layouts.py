@@ -146,6 +146,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_down_bias": "ffn_down_exps.bias",
     },
     "gptneox": {"qkv": ("attn_qkv",)},
+    "granite_swa": {"sinks": "attn_sinks.weight", "shared_gate_up": ("ffn_up_shexp",)},
     "granitehybrid": _SPACES,
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,

@@ -10,8 +10,10 @@ from onnxport.exporter.gguf.common import (
     SIGMOID,
     SOFTMAX,
     Values,
+    biases,
     common,
     experts,
+    multiplied,
 )
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.layouts import CORRECTION
@@ -19,6 +21,7 @@ from onnxport.exporter.gguf.ropes import rope_parameters
 
 _WINDOW: Final = "attention.sliding_window"
 _PATTERN: Final = "attention.sliding_window_pattern"
+_ROTATED: Final = "attention.rope_pattern"
 _KV_HEADS: Final = "attention.head_count_kv"
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
@@ -289,6 +292,33 @@ def _scale(facts: Facts) -> float:
 def _expect_one_group(facts: Facts) -> None:
     for key in ("expert_group_count", "expert_group_used_count"):
         facts.metadata.expect(key, 1)
+
+
+def granite_swa(facts: Facts) -> Values:
+    """Granite with sliding windows; llama.cpp has one RoPE base, for the layers that rotate."""
+    meta = facts.metadata
+    has_experts = bool(meta.get("expert_count", int, 0))
+    model = "GraniteMoeSWAForCausalLM" if has_experts else "GraniteSWAForCausalLM"
+    values = multiplied(facts, model) | {"attention_bias": facts.has_qkv_bias()}
+    layers = values["num_hidden_layers"]
+    values |= {
+        "sliding_window": meta.require(_WINDOW, int),
+        "layer_types": [_SLIDING if one else _FULL for one in _slides(facts, layers)],
+    }
+    if meta.holds(_ROTATED, list):
+        base = values["rope_parameters"]["rope_theta"]
+        rotated = facts.by_layer(_ROTATED, layers)
+        values["layer_rope_theta"] = [base if one else 0 for one in rotated]
+    if not has_experts:
+        return values | {"mlp_bias": biases(facts)["mlp_bias"]}
+    shared = meta.get("expert_shared_feed_forward_length", int, 0)
+    return values | experts(facts, "num_local_experts") | {"shared_intermediate_size": shared}
+
+
+def _slides(facts: Facts, layers: int) -> list[bool]:
+    """Which layers slide, as Granite's file must say layer by layer."""
+    facts.metadata.require(_PATTERN, list)
+    return [bool(one) for one in facts.by_layer(_PATTERN, layers)]
 
 
 def _kinds(facts: Facts, layers: int | None = None) -> list[str]:

@@ -50,6 +50,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "granite": "granite",
     "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
+    "granite_swa": "granite_swa",
+    "granitemoe_swa": "granite_swa",
+    "jais2": "jais2",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "llama",
@@ -68,10 +71,20 @@ ARCHITECTURES: Mapping[str, str] = {
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
+# Whose names an architecture has that the package gguf does not know yet, and its own.
+NAMED_AS: Mapping[str, str] = {"granite_swa": "granite"}
+GRANITE_SWA: Mapping[str, str] = {
+    "self_attn.sinks": "attn_sinks",
+    "block_sparse_moe.router.weight": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "shared_mlp.input_linear.weight": "ffn_up_shexp",
+    "shared_mlp.output_linear.weight": "ffn_down_shexp",
+}
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 NEIGHBOURS = (
     *("arcee", "llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared"),
-    "smollm3",
+    *("granite_swa", "granitemoe_swa", "smollm3"),
 )
 PARTIAL = ("gptneox", "nemotron", "phi2", "stablelm")
 LAYER_NORMS = ("layer_norm_eps", "norm_epsilon")
@@ -215,7 +228,17 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         keys["{arch}.use_parallel_residual"] = config["use_parallel_residual"]
     if config.get("head_dim"):
         keys |= {"{arch}.attention.key_length": head, "{arch}.attention.value_length": head}
-    whole = ("llama", "phi3", "granite", "granitemoe", "smollm3", "glm4moe", "arcee", "cohere2")
+    whole = (
+        "llama",
+        "phi3",
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "smollm3",
+        "glm4moe",
+        "arcee",
+        "cohere2",
+    )
     if architecture in (*whole, *PARTIAL):
         partial = rope.get("partial_rotary_factor", 1.0)
         keys["{arch}.rope.dimension_count"] = int(head * partial)
@@ -248,6 +271,12 @@ def recent(config: Mapping[str, Any], architecture: str, head: int) -> dict[str,
         if architecture != "cohere2":
             pattern = [kind == "sliding_attention" for kind in types]
             keys["{arch}.attention.sliding_window_pattern"] = pattern
+    if architecture == "granite_swa":
+        keys["{arch}.attention.sliding_window"] = config["sliding_window"]
+        pattern = [kind == "sliding_attention" for kind in types]
+        keys["{arch}.attention.sliding_window_pattern"] = pattern
+        rotated = [bool(base) for base in config["layer_rope_theta"]]
+        keys["{arch}.attention.rope_pattern"] = rotated
     if architecture == "ernie4_5-moe":
         shared = config["intermediate_size"] // config["num_key_value_heads"]  # as it is written
         keys["{arch}.expert_count"] = config["moe_num_experts"]
@@ -396,7 +425,8 @@ def tensors(
     folder: Path, config: Mapping[str, Any], architecture: str
 ) -> Iterator[tuple[str, Array]]:
     """Every tensor by its name in the file."""
-    arch = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = NAMED_AS.get(architecture, architecture)
+    arch = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     found = {
         name: tensor.numpy() if tensor.dtype == torch.uint8 else tensor.float().numpy()
@@ -405,13 +435,16 @@ def tensors(
     }
     found = dict(_gpt_oss(found)) if architecture == "gpt-oss" else found
     found = _with_head_norms_joined(dict(_recent(found, config, architecture)))
-    for name, values in _with_experts_joined(found).items():
+    for name, values in _with_experts_joined(found, apart=architecture != "granite_swa").items():
         spelled = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if "feed_forward.experts" in spelled:
             spelled = spelled.removeprefix("model.")
         base, dot, suffix = spelled.rpartition(".")
         if name.endswith("A_log"):
             base, dot, suffix = name, "", ""
+        if architecture == "granite_swa" and (own := _of_granite_swa(name)):
+            yield own, values
+            continue
         target = names.get_name(base)
         assert target is not None, name
         yield target + dot + suffix, _changed(name, values, config)
@@ -421,6 +454,15 @@ def tensors(
     if rope.get("rope_type") == "longrope":
         for kind in ("long", "short"):
             yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32)
+
+
+def _of_granite_swa(name: str) -> str | None:
+    """What the package gguf has no name for yet; None: it has one."""
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    for end, new in GRANITE_SWA.items():
+        if name.endswith(end):
+            return f"blk.{layer}.{new}.weight"
+    return None
 
 
 def _recent(
@@ -513,8 +555,8 @@ def _with_head_norms_joined(found: Mapping[str, NDArray[Any]]) -> dict[str, NDAr
     return kept
 
 
-def _with_experts_joined(found: Mapping[str, Array]) -> dict[str, Array]:
-    """Experts of a layer in one tensor a product."""
+def _with_experts_joined(found: Mapping[str, Array], *, apart: bool = True) -> dict[str, Array]:
+    """Experts of a layer in one tensor a product; gate and up each in one, unless not `apart`."""
     parts: dict[str, list[Array]] = {}
     kept: dict[str, Array] = {}
     places = {name: int(match[2]) for name in found if (match := _EXPERT.fullmatch(name))}
@@ -524,6 +566,7 @@ def _with_experts_joined(found: Mapping[str, Array]) -> dict[str, Array]:
         parts.setdefault(f"{match[1]}.{match[3]}.weight", []).append(found[name])
     for name, values in found.items():
         joined = next((one for one in _JOINED if name.endswith(f"{one}.weight")), None)
+        joined = joined if apart else None
         if name in places:
             continue
         if joined is None:

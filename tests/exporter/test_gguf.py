@@ -38,6 +38,7 @@ SAME = (
     *("phi", "phi-mha", "stablelm", "stablelm-parallel", "starcoder2", "starcoder2-plain"),
     *("afmoe", "cohere", "cohere2", "deepseek-v2", "deepseek-v2-lite"),
     *("deepseek-v3", "ernie-moe", "exaone4", "exaone-moe", "hunyuan-biases", "minimax-m2", "olmo3"),
+    *("granite-swa", "granitemoe-swa", "granitemoe-swa-plain", "jais2", "jais2-plain"),
     *("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-uncorrected"),
     *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
     *("gpt-oss", "granite", "granitemoe", "granitemoeshared", "llama", "llama-mha"),
@@ -50,6 +51,11 @@ YARN: Mapping[str, Any] = {**checkpoints.LATENT_ROPE, "mscale": 0.707, "mscale_a
 HEADS: Mapping[str, Any] = {"linear_value_head_dim": 32, "linear_num_value_heads": 4}
 # What GGUF files do not say, and llama.cpp knows of the models that were published.
 KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "granite-swa": {
+        "layer_rope_theta": [500.0, 500.0, 0, 500.0],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "granitemoe-swa": {"layer_rope_theta": [0, 10_000.0]},
     "arcee-biases": {"hidden_act": "relu2"},
     "gpt-neox-turns": {"hidden_act": "gelu"},
     "phi-mha": {"hidden_act": "gelu_new"},

@@ -58,7 +58,7 @@ SHARED_EXPERT: Mapping[str, Any] = {
 }
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("gptneox", "nemotron", "phi2", "stablelm", "starcoder2"), LAYER_NORM),
+    **dict.fromkeys(("gptneox", "jais2", "nemotron", "phi2", "stablelm", "starcoder2"), LAYER_NORM),
     "afmoe": {
         "attention.sliding_window": 8,
         "expert_feed_forward_length": 32,
@@ -122,6 +122,10 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "attention.sliding_window_pattern": [True, False],
         **{f"attention.{name}_length": 16 for name in ("key", "value")},
         **{f"attention.{name}_length_swa": 16 for name in ("key", "value")},
+    },
+    "granite_swa": {
+        "attention.sliding_window": 8,
+        "attention.sliding_window_pattern": [False, True],
     },
     "granitehybrid": {**SPACES, "rope.scaling.finetuned": False},
     "nemotron_h": {**LAYER_NORM, **BLOCKS},

@@ -54,6 +54,14 @@ MODELS: Mapping[str, Model] = {
     },
     **{name: Model(name) for name in ("phi3-window", "starcoder2-plain")},
     **{name: Model(name, context_length=64) for name in ("ministral3", "ministral3-text")},
+    **{name: Model(name) for name in ("iquestcoder", "jais2")},
+    "granite-swa": Model(  # the converter does not read bases of layers
+        "granite-swa",
+        {
+            "layer_rope_theta": [500.0] * 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "phi3-longrope": Model("phi3-longrope", context_length=64),
     "arcee-biases": Model("arcee-biases", {"hidden_act": "relu2"}),
     "cohere-norms": Model("cohere-norms", {"tie_word_embeddings": True}),
