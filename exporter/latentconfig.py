@@ -24,6 +24,7 @@ def latent_spec(
     defaults: LatentSpec,
     interleaved: bool,
     context_length: int | None,
+    tied: bool = False,
 ) -> ArchSpec:
     """Read the keys of a decoder with latent attention.
 
@@ -33,6 +34,7 @@ def latent_spec(
         defaults: Sizes where the configuration does not give them.
         interleaved: Whether what rotates are pairs of neighbours.
         context_length: The longest sequence in tokens; None: max_position_embeddings.
+        tied: `tie_word_embeddings` where absent.
 
     Raises:
         CheckpointError: A key is missing, of a wrong type, or contradicts another.
@@ -41,7 +43,11 @@ def latent_spec(
     config.ignore(*UNREAD)
     latent = _sizes(config, defaults)
     spec = decoder_spec(
-        config, family=family, head_size=latent.rope_size, context_length=context_length
+        config,
+        family=family,
+        head_size=latent.rope_size,
+        context_length=context_length,
+        tied=tied,
     )
     if spec.head_size != latent.rope_size:
         raise CheckpointError(

@@ -167,6 +167,14 @@ LATENT_ROPE: Mapping[str, Any] = {
 }
 
 
+_MINICPM3: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "scale_emb": 6,
+    "dim_model_base": 48,
+}
 _GRANITE_SWA: Mapping[str, Any] = {
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.4,
@@ -215,6 +223,20 @@ CASES: Mapping[str, Case] = {
             "norm_topk_prob": False,
         },
         shards=True,
+    ),
+    "minicpm3": Case(
+        "minicpm3",
+        {
+            **_MINICPM3,
+            "q_lora_rank": 24,
+            "scale_depth": 1.4,
+            "rms_norm_eps": 0.05,
+            "rope_parameters": LATENT_ROPE,
+        },
+        torch.bfloat16,
+    ),
+    "minicpm3-plain": Case(
+        "minicpm3", {**_MINICPM3, "q_lora_rank": None, "v_head_dim": 8, "tie_word_embeddings": True}
     ),
     "glm4-moe-lite": Case(
         "glm4_moe_lite",

@@ -1,4 +1,4 @@
-"""HyperCLOVA X, IQuest-Coder, CWM, Jais 2 and VaultGemma: how their configurations read."""
+"""HyperCLOVA X, IQuest-Coder, CWM, Jais 2, MiniCPM 3, VaultGemma: how configurations read."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ LLAMA3 = {
     "rope_theta": 1000000.0,
     "rope_type": "llama3",
 }
+LONG = {
+    "long_factor": [1.0 + one / 8 for one in range(16)],
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 16,
+    "type": "longrope",
+}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "hyperclovax": {
         **{"architectures": ["HyperCLOVAXForCausalLM"], "model_type": "hyperclovax"},
@@ -49,6 +55,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         **{"architectures": ["CwmForCausalLM"], "model_type": "cwm", **NORM},
         **{"num_key_value_heads": 2, "sliding_window": 1024, "rope_scaling": LLAMA3},
         "max_position_embeddings": 131072,
+    },
+    "minicpm3": {
+        **{"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", **NORM},
+        **{"kv_lora_rank": 256, "q_lora_rank": 768, "num_key_value_heads": 4},
+        **{"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_depth": 1.4, "scale_emb": 12},
+        **{"dim_model_base": 256, "rope_scaling": LONG, "tie_word_embeddings": True},
     },
     "jais2": {
         **{"architectures": ["Jais2ForCausalLM"], "model_type": "jais2"},
@@ -114,6 +126,25 @@ def test_jais2() -> None:
     assert read(config("jais2", hidden_act=None, attention_bias=None, mlp_bias=None)) == spec
 
 
+def test_minicpm3() -> None:
+    spec = read(config("minicpm3"))
+    latent = spec.latent
+    assert latent is not None
+    assert (latent.kv_rank, latent.query_rank, latent.value_size) == (256, 768, 128)
+    assert (spec.experts, spec.stream_scale, spec.logits_scale) == (None, 12.0, 0.5)
+    assert spec.residual_scale == pytest.approx(1.4 / 2 / 12)
+    assert (spec.attention_scale, spec.inner_eps) == (pytest.approx(96**-0.5), 1e-6)
+    assert (spec.rope.type, spec.rope.interleaved, spec.tie_word_embeddings) == (
+        *("longrope", False),
+        True,
+    )
+    keys = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "scale_depth")
+    absent = dict.fromkeys((*keys, "scale_emb", "dim_model_base", "tie_word_embeddings"))
+    assert read(config("minicpm3", **absent)) == spec
+    null = read(config("minicpm3") | {"scale_depth": None, "dim_model_base": None})
+    assert (null.residual_scale, null.logits_scale) == (pytest.approx(1 / 12), 1.0)
+
+
 def test_vaultgemma() -> None:
     spec = read(config("vaultgemma"))
     assert (spec.output_norms, spec.inner_norm_eps) == (None, None)
@@ -135,6 +166,9 @@ def test_vaultgemma() -> None:
         ("cwm", {"sliding_window": 0}, "the window None"),
         ("jais2", {"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
         ("jais2", {"rms_norm_eps": 1e-5}, "rms_norm_eps = "),
+        ("minicpm3", {"scale_emb": 0}, "scale_emb is 0.0"),
+        ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        ("minicpm3", {"attention_bias": True}, "attention_bias = true"),
         ("vaultgemma", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("vaultgemma", {"use_bidirectional_attention": True}, "see those behind them"),
     ],
@@ -151,6 +185,7 @@ def test_what_would_change_the_result_is_refused(
     [
         *(("granite-swa", "int4"), ("granitemoe-swa", "int4"), ("hyperclovax", "int8")),
         *(("iquestcoder", "fp16"), ("cwm", "int4"), ("jais2", "int4"), ("vaultgemma", "int8")),
+        ("minicpm3", "int4"),
     ],
 )
 def test_precisions(case: str, precision: str, tmp_path: Path) -> None:

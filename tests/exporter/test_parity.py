@@ -56,6 +56,7 @@ FAST = {
     "jais2",
     "llama",
     "llama-mqa-biases",
+    "minicpm3",
     "minimax-m2",
     "mistral-window",
     "nemotron",
