@@ -67,6 +67,24 @@ def test_three_groups_have_three_tables() -> None:
     assert added == ["block_table.1", "block_table.2"]
 
 
+def test_between_the_layers_there_may_be_others() -> None:
+    """Without a cache, as those that keep a state; numbers count as numbers, 10 behind 9."""
+    windows = (4, 4, None, 4)
+    model = windowed_model(windows)
+    moved = {
+        name(old): name(new)
+        for old, new in enumerate((2, 5, 9, 10))
+        for name in (c.past_key, c.past_value, c.present_key, c.present_value)
+    }
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [moved.get(name, name) for name in names]
+    for info in (*model.graph.input, *model.graph.output):
+        info.name = moved.get(info.name, info.name)
+    result = group_tables(model, LayerGroups((None, 4), ((1, 0), (1, 1), (0, 0), (1, 2)), 3))
+    assert tables(result.model) == [*["block_table.1"] * 2, "block_table", "block_table.1"]
+
+
 @pytest.mark.parametrize("way", ["kernel", "metadata", "shapes"])
 def test_a_group_reads_and_writes_by_its_own_table(way: str) -> None:
     """Its blocks lie elsewhere here, and it gives what it gave by the table of all."""
