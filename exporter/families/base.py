@@ -153,9 +153,13 @@ class TensorNames:
         What guesses further tokens may have its experts in another way than the model.
         """
         (experts, *_) = self.expert_gate_up
-        return self.embedding in found and (
-            "{}" in experts
-            or any(name.endswith(experts) and not name.startswith(self.further) for name in found)
+        of_each = experts.format(0) + "."
+
+        def is_one(name: str) -> bool:
+            return of_each in name if "{}" in experts else name.endswith(experts)
+
+        return self.embedding in found and any(
+            is_one(name) and not name.startswith(self.further) for name in found
         )
 
 

@@ -27,6 +27,7 @@ FAST = {
     "arcee",
     "cohere-norms",
     "cohere2",
+    "cohere2-moe",
     "deepseek-v2",
     "deepseek-v3",
     "exaone-moe",
@@ -47,11 +48,14 @@ FAST = {
     "granitemoe",
     "hunyuan",
     "hunyuan-moe",
+    "hy-v3",
     "internlm3-biases",
     "llama",
     "llama-mqa-biases",
+    "mellum",
     "minimax-m2",
     "mistral-window",
+    "mistral4",
     "nemotron",
     "olmo2",
     "olmo3",
@@ -64,6 +68,7 @@ FAST = {
     "smollm3",
     "stablelm",
     "starcoder2",
+    "youtu",
 }
 PARAMS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
