@@ -45,7 +45,7 @@ _LLAMA: Final = (
         "qwen3_next",
     ),
     *("seed_oss", "solar_open"),
-    *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
+    *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
     *("internlm3", "starcoder2"),
 )
 _TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss", "lfm2_moe": "lfm2"}

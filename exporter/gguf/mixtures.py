@@ -6,7 +6,8 @@ from typing import Any, Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.gguf.common import LAYER_NORM, RMS_NORM, SIGMOID, SOFTMAX, Values, common
-from onnxport.exporter.gguf.facts import ROUTER, Facts
+from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.layouts import ROUTER
 from onnxport.exporter.gguf.recent import experts_beside_shared, kinds, latents, scale
 from onnxport.exporter.gguf.ropes import ORIGINAL
 

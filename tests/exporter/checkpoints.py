@@ -288,6 +288,32 @@ CASES: Mapping[str, Case] = {
             "tie_word_embeddings": True,
         },
     ),
+    "phimoe": Case(  # a logit in three is near enough to another one that both are mixed
+        "phimoe",
+        {
+            "num_local_experts": 8,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rms_norm_eps": 0.05,
+            "sliding_window": 6,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [1.0 + i for i in range(8)],
+                "short_mscale": 1.2,
+                "long_mscale": 1.4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        torch.bfloat16,
+        context_length=64,
+    ),
+    "phimoe-plain": Case(
+        "phimoe", {"num_local_experts": 4, "num_key_value_heads": 4, "router_jitter_noise": 0.01}
+    ),
     "mellum": Case(  # layers with a window have a RoPE of their own
         "mellum",
         {

@@ -7,15 +7,22 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from onnx import TensorProto
+from onnxruntime import InferenceSession
 from transformers import AutoConfig
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import find_family
 from onnxport.exporter.plan import plan_weights
+from onnxport.exporter.reference_experts import mixed_sparsely
+from onnxport.graphs import experts as experts_graph
+from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.spec import ArchSpec
 from tests.exporter.configs import read, spec_of
@@ -122,6 +129,38 @@ COHERE: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "layer_norm_eps": 1e-5,
 }
+PHI_MOE: dict[str, Any] = {
+    "architectures": ["PhiMoEForCausalLM"],
+    "model_type": "phimoe",
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "input_jitter_noise": 0.01,
+    "intermediate_size": 6400,
+    "lm_head_bias": True,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1.0 + one for one in range(64)],
+        "long_mscale": 1.25,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 64,
+        "short_mscale": 1.125,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.0,
+    "router_jitter_noise": 0.01,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
 YOUTU: dict[str, Any] = {
     **{**SIZES, "num_key_value_heads": 4, "embedding_initializer_range": 0.02},
     "architectures": ["YoutuForCausalLM"],
@@ -191,6 +230,46 @@ def test_hunyuan_3() -> None:
     assert experts.layers == (False, *[True] * 79)
     assert (experts.sigmoid, experts.corrected, experts.normalized) == (True, True, True)
     assert (experts.scale, experts.shared_size) == (2.826, 1536)
+
+
+def test_phi_moe() -> None:
+    spec = read(PHI_MOE)
+    assert (spec.layer_norms, spec.norm_biases, spec.head_bias, spec.o_bias) == (True,) * 4
+    assert spec.sliding_window == (131072,) * 32
+    experts = spec.experts
+    assert experts is not None
+    assert (experts.jitter, experts.normalized, experts.per_token) == (0.01, False, 2)
+    assert (spec.rope.attention_factor, spec.rope.factors[-1]) == (1.25, 64.0)
+    short = read(PHI_MOE, 4096).rope
+    assert (short.attention_factor, short.factors[-1]) == (1.125, 1.0)
+    assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    rope = {key: one for key, one in PHI_MOE["rope_scaling"].items() if key != "long_mscale"}
+    with pytest.raises(CheckpointError, match="'long_mscale' is None"):
+        read({**PHI_MOE, "rope_scaling": rope})
+    with pytest.raises(UnsupportedModelError, match="num_experts_per_tok is 3"):
+        read({**PHI_MOE, "num_experts_per_tok": 3})
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.3])
+def test_experts_near_each_other_share_a_weight(jitter: float) -> None:
+    """As transformers computes it, with logits that are equal, or 0."""
+    logits = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+    logits[1:9] = logits[1:9].round()
+    logits[0] = 0
+    parts, chosen = sparsemixer(torch.from_numpy(logits), jitter_eps=jitter, training=False)
+    expected = np.zeros_like(logits)
+    np.put_along_axis(expected, chosen.numpy(), parts.numpy(), -1)
+    assert (parts < 1).any()
+    np.testing.assert_allclose(mixed_sparsely(jitter, logits), expected, atol=1e-6)
+    g = GraphBuilder("router")
+    g.input("logits", TensorProto.FLOAT, ["tokens", 8])
+    g.output("parts", TensorProto.FLOAT, ["tokens", 8])
+    index, found = experts_graph.mixed_sparsely(g, "logits", jitter)
+    zeros = g.node("Sub", ["logits", "logits"])
+    g.node("ScatterElements", [zeros, index, found], outputs=["parts"], axis=-1)
+    session = InferenceSession(g.build().SerializeToString(), providers=["CPUExecutionProvider"])
+    (made,) = session.run(None, {"logits": logits})
+    np.testing.assert_allclose(made, expected, atol=1e-6)
 
 
 def test_layers_of_cohere_with_experts() -> None:

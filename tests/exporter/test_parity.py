@@ -62,6 +62,7 @@ FAST = {
     "olmoe",
     "phi",
     "phi3-longrope",
+    "phimoe",
     "qwen2",
     "qwen3",
     "qwen3-moe",
