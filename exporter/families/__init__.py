@@ -151,8 +151,9 @@ _ENCODERS: Final = re.compile(
 def find_family(config: Config) -> Family:
     """The family of the architecture that `config` names.
 
-    `architectures` decides; `model_type` where there is none. Raises UnsupportedModelError, which
-    lists the supported ones.
+    `architectures` decides; `model_type` where there is none, or where the class is another
+    family's that computes this one too, or the one that files came with. Raises
+    UnsupportedModelError, which lists the supported ones.
     """
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:

@@ -170,7 +170,7 @@ class Family:
     name: str  # transformers' model_type
     other_types: tuple[str, ...] = ()  # what else its checkpoints may have for that
     architecture: str  # transformers' class
-    computed_by: str | None = None  # its class of another family, where that computes this one, too
+    computed_by: str | None = None  # another class that checkpoints may name: see `find_family`
     spec: Callable[[Config, int | None], ArchSpec]  # (config, context length or None)
     tensors: TensorNames = TensorNames()
     other_layouts: tuple[TensorNames, ...] = ()  # that its checkpoints may have instead
