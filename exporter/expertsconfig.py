@@ -21,6 +21,7 @@ _CORRECTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
 }
+_KINDS: Final = {"dense": False, "sparse": True}
 _BY_SOFTMAX: Final[Mapping[str, tuple[Any, ...]]] = {
     "scoring_func": ("softmax",),
     "topk_method": ("greedy", "group_limited_greedy"),
@@ -55,8 +56,8 @@ def experts_spec(
     """
     try:
         return ExpertsSpec(
-            count=_number(config, count_keys, count),
-            per_token=_number(config, per_token_keys, per_token),
+            count=number_of(config, count_keys, count),
+            per_token=number_of(config, per_token_keys, per_token),
             layers=None if layers is None or all(layers) else layers,
             **differences,
         )
@@ -107,10 +108,10 @@ def corrected_experts(
         UnsupportedModelError: Experts are chosen in another way.
     """
     check_choice(config, _CORRECTED)
-    size = _number(config, ("moe_intermediate_size",), size)
+    size = number_of(config, ("moe_intermediate_size",), size)
     if layers is None:
-        layers = _layers_behind(config, first_dense)
-    shared = _number(config, (shared_key,), shared)
+        layers = layers_behind(config, first_dense)
+    shared = number_of(config, (shared_key,), shared)
     return experts_spec(
         config,
         count=count,
@@ -123,7 +124,7 @@ def corrected_experts(
         corrected=True,
         scale=config.get("routed_scaling_factor", float, scale),
         shared_size=size * shared or None,
-        **_groups(config, groups, best=2),
+        **groups_of(config, groups, best=2),
     )
 
 
@@ -141,10 +142,10 @@ def softmax_experts(config: Config, *, count: int, size: int, shared: int) -> Ex
         UnsupportedModelError: Experts are chosen in another way.
     """
     check_choice(config, _BY_SOFTMAX)
-    size = _number(config, ("moe_intermediate_size",), size)
+    size = number_of(config, ("moe_intermediate_size",), size)
     groups: dict[str, Any] = {}
     if config.get("topk_method", str, "greedy") == "group_limited_greedy":
-        groups = _groups(config, None, best=1)
+        groups = groups_of(config, None, best=1)
     else:
         config.ignore("n_group", "topk_group")
     return experts_spec(
@@ -152,16 +153,16 @@ def softmax_experts(config: Config, *, count: int, size: int, shared: int) -> Ex
         count=count,
         per_token=None,
         count_keys=("n_routed_experts", "num_experts"),
-        layers=_layers_behind(config, 0),
+        layers=layers_behind(config, 0),
         size=size,
         normalized=False,
         scale=config.get("routed_scaling_factor", float, 1.0),
-        shared_size=size * _number(config, ("n_shared_experts",), shared) or None,
+        shared_size=size * number_of(config, ("n_shared_experts",), shared) or None,
         **groups,
     )
 
 
-def _layers_behind(config: Config, first_dense: int | None) -> tuple[bool, ...]:
+def layers_behind(config: Config, first_dense: int | None) -> tuple[bool, ...]:
     """Which layers have experts: those behind the first ones, see `corrected_experts`."""
     first = config.get("first_k_dense_replace", int, first_dense or 0)
     if first_dense is None and first > 0:
@@ -172,7 +173,42 @@ def _layers_behind(config: Config, first_dense: int | None) -> tuple[bool, ...]:
     return tuple(i >= first for i in range(config.require("num_hidden_layers", int)))
 
 
-def _groups(config: Config, defaults: tuple[int, int] | None, *, best: int) -> dict[str, Any]:
+def layers_by_kind(
+    config: Config, num_layers: int, *, dense: int, reads_first: bool = False
+) -> tuple[bool, ...]:
+    """Which layers have experts: what `mlp_layer_types` says.
+
+    Args:
+        config: The model's configuration.
+        num_layers: How many there are.
+        dense: How many of the first have none where the key is absent.
+        reads_first: transformers reads `first_k_dense_replace` then; if not, it may only repeat
+            what holds.
+
+    Raises:
+        UnsupportedModelError: Another kind, or more or fewer than there are layers.
+        CheckpointError: Both keys are there, and contradict each other.
+    """
+    first = config.get("first_k_dense_replace", int, None)
+    dense = first if reads_first and first is not None else min(dense, num_layers)
+    default = ["dense" if layer < dense else "sparse" for layer in range(num_layers)]
+    types = config.get("mlp_layer_types", list, default)
+    if len(types) != num_layers or not all(str(kind) in _KINDS for kind in types):
+        raise UnsupportedModelError(
+            f"{config.path}: mlp_layer_types is {types}; supported is one of "
+            f"{' and '.join(_KINDS)} for each of {num_layers} layers."
+        )
+    layers = tuple(_KINDS[kind] for kind in types)
+    if first is not None and layers != tuple(layer >= first for layer in range(num_layers)):
+        raise CheckpointError(
+            f"{config.path}: first_k_dense_replace is {first}, and mlp_layer_types "
+            f"{'is' if config.has('mlp_layer_types') else 'is left out, which means'} {types}; "
+            "they contradict each other. Remove the wrong one."
+        )
+    return layers
+
+
+def groups_of(config: Config, defaults: tuple[int, int] | None, *, best: int) -> dict[str, Any]:
     """The groups that experts are in, as fields; none where every one is chosen."""
     if defaults is None:
         groups, chosen = config.require("n_group", int), config.require("topk_group", int)
@@ -195,7 +231,7 @@ def check_choice(config: Config, known: Mapping[str, tuple[Any, ...]]) -> None:
             )
 
 
-def _number(config: Config, keys: tuple[str, ...], default: int | None) -> int:
+def number_of(config: Config, keys: tuple[str, ...], default: int | None) -> int:
     """What any of these keys says, which are names of one number."""
     given = {config.require(key, int) for key in keys if config.has(key)}
     if len(given) > 1:

@@ -136,6 +136,7 @@ class FeedForward:
             groups=experts.groups,
             groups_per_token=experts.groups_per_token or 1,
             group_best=experts.group_best or 1,
+            jitter=experts.jitter,
         )
         alpha, offset = experts.alpha or 1.0, experts.up_offset or 0.0
         return expert_layer(

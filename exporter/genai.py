@@ -19,9 +19,10 @@ FILE: Final = "genai_config.json"
 
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
 _LLAMA: Final = (
-    *("afmoe", "bamba", "cohere", "cohere2", "exaone4", "exaone_moe", "falcon_h1"),
+    *("afmoe", "bamba", "cohere", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"),
+    "falcon_h1",
     "gemma3n_text",
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "minimax_m2"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "mellum", "minimax_m2"),
     *(
         "dots1",
         "ernie4_5_moe",
@@ -44,7 +45,7 @@ _LLAMA: Final = (
         "qwen3_next",
     ),
     *("seed_oss", "solar_open"),
-    *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "stablelm"),
+    *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
     *("internlm3", "starcoder2"),
     *("cwm", "granite_swa", "granitemoe_swa", "hyperclovax", "iquestcoder", "jais2", "vaultgemma"),
 )

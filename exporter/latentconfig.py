@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.config import Config, decoder_spec
@@ -23,8 +25,7 @@ def latent_spec(
     family: str,
     defaults: LatentSpec,
     interleaved: bool,
-    context_length: int | None,
-    tied: bool = False,
+    **differences: Any,
 ) -> ArchSpec:
     """Read the keys of a decoder with latent attention.
 
@@ -33,8 +34,7 @@ def latent_spec(
         family: The family's name.
         defaults: Sizes where the configuration does not give them.
         interleaved: Whether what rotates are pairs of neighbours.
-        context_length: The longest sequence in tokens; None: max_position_embeddings.
-        tied: `tie_word_embeddings` where absent.
+        differences: What else `decoder_spec` is told, such as the context length.
 
     Raises:
         CheckpointError: A key is missing, of a wrong type, or contradicts another.
@@ -42,13 +42,7 @@ def latent_spec(
     """
     config.ignore(*UNREAD)
     latent = _sizes(config, defaults)
-    spec = decoder_spec(
-        config,
-        family=family,
-        head_size=latent.rope_size,
-        context_length=context_length,
-        tied=tied,
-    )
+    spec = decoder_spec(config, family=family, head_size=latent.rope_size, **differences)
     if spec.head_size != latent.rope_size:
         raise CheckpointError(
             f"{config.path}: head_dim is {spec.head_size} and qk_rope_head_dim "
@@ -65,7 +59,9 @@ def latent_spec(
         num_kv_heads=1,
         head_size=latent.row_size,
         rope=replace(spec.rope, interleaved=interleaved),
-        attention_scale=_scale(config, latent.query_size, spec.rope),
+        attention_scale=_scale(
+            differences.get("rope") or rope_parameters(config), latent.query_size, spec.rope
+        ),
         inner_norm_eps=INNER_EPSILON,
         latent=latent,
     )
@@ -85,12 +81,12 @@ def _sizes(config: Config, defaults: LatentSpec) -> LatentSpec:
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
 
 
-def _scale(config: Config, size: int, rope: RopeSpec) -> float:
+def _scale(values: Mapping[str, Any], size: int, rope: RopeSpec) -> float:
     """What QK^T is multiplied with; yarn's mscale_all_dim is in it twice (DeepSeek V2's own code).
 
     Once for queries and once for keys, all of whose channels it would multiply.
     """
-    weight = float(rope_parameters(config).get("mscale_all_dim", 0.0))
+    weight = float(values.get("mscale_all_dim", 0.0))
     magnitude = 1.0
     if rope.factor is not None and rope.factor > 1:
         magnitude = 0.1 * weight * math.log(rope.factor) + 1.0

@@ -121,7 +121,11 @@ def expert_matrices(
     }
     if experts.shared_size is not None:
         parts = (names.shared_gate_up, names.shared_down)
-        found |= feed_forward(spec, f"{role}shared.", prefix, parts, experts.shared_size)
+        shared = feed_forward(spec, f"{role}shared.", prefix, parts, experts.shared_size)
+        if experts.shared_scale is not None:
+            back = shared[f"{role}shared.down"]
+            shared[f"{role}shared.down"] = replace(back, scale=back.scale * experts.shared_scale)
+        found |= shared
     if experts.shared_gated:
         part = Part(f"{prefix}{names.shared_gate}.weight", 1)
         found[role + "shared.gate"] = MatrixPlan((part,), hidden, is_exact=True)

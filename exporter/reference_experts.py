@@ -100,6 +100,8 @@ def _gated(experts: ExpertsSpec, gate: Array, up: Array) -> Array:
 
 def _routing(experts: ExpertsSpec, logits: Array, correction: Array | None) -> Array:
     """What each expert's output is multiplied with, 0 for most; [num_tokens, experts]."""
+    if experts.jitter is not None:
+        return mixed_sparsely(experts.jitter, logits)
     if experts.sigmoid:
         scores = sigmoid(logits)
     else:
@@ -112,6 +114,20 @@ def _routing(experts: ExpertsSpec, logits: Array, correction: Array | None) -> A
     parts: Array = np.zeros_like(scores)
     np.put_along_axis(parts, chosen, np.take_along_axis(scores, chosen, -1), -1)
     return parts / parts.sum(-1, keepdims=True) if experts.normalized else parts
+
+
+def mixed_sparsely(jitter: float, logits: Array) -> Array:
+    """SparseMixer's weights, of two experts a token; [num_tokens, experts]."""
+    parts: Array = np.zeros_like(logits)
+    rest, rows = logits.copy(), np.arange(len(logits))
+    for _ in range(2):
+        index = rest.argmax(-1)
+        value = rest[rows, index][:, None]
+        size = np.maximum(np.maximum(np.abs(logits), value), np.finfo(np.float32).tiny)
+        near = np.where((value - rest) / size > 2 * jitter, 0, np.exp(rest - value))
+        parts[rows, index] = 1 / near.sum(-1)
+        rest[rows, index] = -np.inf
+    return parts
 
 
 def _in_best_groups(experts: ExpertsSpec, ranked: Array) -> Array:

@@ -137,6 +137,7 @@ class Routing:
     groups: int | None = None  # None: there are none
     groups_per_token: int = 1
     group_best: int = 1
+    jitter: float | None = None  # of SparseMixer; None: another softmax
 
 
 _SILU: Final = Swiglu()
@@ -169,7 +170,8 @@ def expert_layer(
         accuracy_level: As of `matmul_nbits`.
         name: Node name.
     """
-    if routing.sigmoid or routing.correction or routing.groups is not None:
+    is_plain = not routing.sigmoid and not routing.correction and routing.jitter is None
+    if not is_plain or routing.groups is not None:
         axes = (0, 0) if flatten else (0,)
         chosen, total = _route(g, logits, routing, dtype, (*axes, weights.count))
     elif routing.normalized:
@@ -195,23 +197,17 @@ def _route(
     wide = logits
     if dtype != TensorProto.FLOAT:
         wide = ops.cast(g, logits, TensorProto.FLOAT, "router.wide")
-    if routing.sigmoid:
-        scores = g.node("Sigmoid", [wide], name="scores")
+    if routing.jitter is not None:
+        scores = wide
+        index, found = mixed_sparsely(g, wide, routing.jitter)
     else:
-        scores = g.node("Softmax", [wide], name="scores", axis=-1)
-    ranked = scores
-    if routing.correction:
-        ranked = g.node("Add", [scores, routing.correction], name="ranked")
-    if routing.groups is not None:
-        ranked = _in_best_groups(g, ranked, routing, routing.groups, dims)
-    _, index = g.node("TopK", [ranked, _count(g, routing)], outputs=2, name="largest")
-    found = g.node("GatherElements", [scores, index], name="chosen", axis=-1)
-    if routing.sigmoid:
+        scores, index, found = _scored(g, wide, routing, dims)
+    if routing.sigmoid or routing.jitter is not None:
         stand = _logarithms(g, found, routing.per_token)
     else:
         stand = g.node("GatherElements", [wide, index], name="kept", axis=-1)
     low = g.constant(np.array(LEFT_OUT, np.float32), "left_out")
-    others = g.node("Min", [scores, low], name="others")  # scores are 0 at least
+    others = g.node("Min", [scores, low], name="others")  # no score is below
     made = g.node("ScatterElements", [others, index, stand], name="made", axis=-1)
     total = ""
     if not routing.normalized:
@@ -222,6 +218,48 @@ def _route(
         ops.cast(g, made, dtype, "router.narrow"),
         ops.cast(g, total, dtype, "total.narrow") if total else "",
     )
+
+
+def _scored(
+    g: GraphBuilder, wide: str, routing: Routing, dims: tuple[int, ...]
+) -> tuple[str, str, str]:
+    """Scores of all experts, which are chosen, and the scores of these."""
+    if routing.sigmoid:
+        scores = g.node("Sigmoid", [wide], name="scores")
+    else:
+        scores = g.node("Softmax", [wide], name="scores", axis=-1)
+    ranked = scores
+    if routing.correction:
+        ranked = g.node("Add", [scores, routing.correction], name="ranked")
+    if routing.groups is not None:
+        ranked = _in_best_groups(g, ranked, routing, routing.groups, dims)
+    _, index = g.node("TopK", [ranked, _count(g, routing)], outputs=2, name="largest")
+    return scores, index, g.node("GatherElements", [scores, index], name="chosen", axis=-1)
+
+
+def mixed_sparsely(g: GraphBuilder, logits: str, jitter: float) -> tuple[str, str]:
+    """The two experts with the largest logits, and the score of each: see `ExpertsSpec.jitter`."""
+    two, one = (g.constant(np.array([count], np.int64), "count") for count in (2, 1))
+    largest, index = g.node("TopK", [logits, two], outputs=2, name="largest")
+    sizes = g.constant(np.array([1, 1], np.int64), "one_each")
+    values = g.node("Split", [largest, sizes], outputs=2, name="largest.each", axis=-1)
+    _, first = g.node("TopK", [logits, one], outputs=2, name="first")
+    nothing = g.node("Sub", [values[0], values[0]], name="nothing")
+    least = g.node("Add", [nothing, g.constant(np.array(LEFT_OUT, np.float32), "left_out")])
+    rest = g.node("ScatterElements", [logits, first, least], name="rest", axis=-1)
+    bound = g.constant(np.array(2 * jitter, np.float32), "bound")
+    zero = g.constant(np.array(0.0, np.float32), "zero")
+    size = g.node("Abs", [logits], name="size")
+    found = []
+    for value, among in zip(values, (logits, rest), strict=True):
+        below = g.node("Sub", [value, among], name="below")
+        part = g.node("Div", [below, g.node("Max", [size, value], name="of")], name="part")
+        is_far = g.node("Greater", [part, bound], name="is_far")
+        each = g.node("Exp", [g.node("Neg", [below], name="above")], name="each")
+        near = g.node("Where", [is_far, zero, each], name="near")
+        total = g.node("ReduceSum", [near, ops.last_axis(g)], name="near.total")
+        found.append(g.node("Reciprocal", [total], name="score"))
+    return index, g.node("Concat", found, name="chosen", axis=-1)
 
 
 def _in_best_groups(

@@ -52,6 +52,11 @@ class ExpertsSpec:
     # Router, experts and shared layer read norms of the stream that are their own, and what experts
     # add, each times a number of its own, is normalized ahead of the sum, as is the shared layer's.
     apart: bool | None = None  # None: all read one norm, and what they make is added as it is
+    # Of SparseMixer (arXiv:2409.12136): a score is the softmax of a logit among those of experts
+    # that are not yet chosen and no further below it than twice this part of the larger of it and
+    # their own size. None: scores are of all experts.
+    jitter: float | None = None
+    shared_scale: float | None = None  # of what the shared layer adds: as `scale`; None: 1
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -62,12 +67,22 @@ class ExpertsSpec:
             self.per_token <= self.count,
             f"a token is given to {self.per_token} experts, of {self.count}",
         )
-        for name in ("scale", "shared_size", "alpha", "limit"):
+        for name in ("scale", "shared_size", "shared_scale", "alpha", "limit"):
             found = getattr(self, name)
             require(found is None or found > 0, f"{name} of the experts must be positive: {found}")
         require(
             self.shared_size is not None or not self.shared_gated,
             "shared_gated needs a shared_size, and there is none",
+        )
+        mixed = self.sigmoid or self.corrected or self.normalized or self.groups is not None
+        require(
+            self.jitter is None or (self.jitter >= 0 and self.per_token == 2 and not mixed),
+            f"jitter is of two experts by a softmax that nothing normalizes: it is {self.jitter}, "
+            f"and a token is given to {self.per_token}",
+        )
+        require(
+            self.shared_size is not None or self.shared_scale is None,
+            f"shared_scale is {self.shared_scale}, and there is no shared layer",
         )
         require(
             not self.apart or (self.shared_size is not None and not self.shared_gated),
@@ -115,12 +130,14 @@ _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "normalized": (bool,),
     "layers": (list, NONE),
     **dict.fromkeys(("sigmoid", "corrected", "shared_gated", "biased", "apart"), (bool, NONE)),
-    **dict.fromkeys(("scale", "alpha", "up_offset", "limit"), (float, NONE)),
+    **dict.fromkeys(
+        ("scale", "alpha", "up_offset", "limit", "shared_scale", "jitter"), (float, NONE)
+    ),
     **dict.fromkeys(("shared_size", "groups", "groups_per_token", "group_best"), (int, NONE)),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER_OF_EXPERTS: Final = (
     *("layers", "sigmoid", "corrected", "scale", "shared_size", "shared_gated"),
     *("biased", "alpha", "up_offset", "limit"),
-    *("groups", "groups_per_token", "group_best", "apart"),
+    *("groups", "groups_per_token", "group_best", "apart", "shared_scale", "jitter"),
 )

@@ -13,6 +13,7 @@ from onnxport.exporter.families import (
     arcee,
     bamba,
     cohere,
+    cohere2_moe,
     cwm,
     deepseek_v2,
     deepseek_v3,
@@ -36,6 +37,7 @@ from onnxport.exporter.families import (
     granite_swa,
     helium,
     hunyuan,
+    hy_v3,
     hyperclovax,
     internlm3,
     iquestcoder,
@@ -43,10 +45,12 @@ from onnxport.exporter.families import (
     lfm2,
     lfm3,
     llama,
+    mellum,
     minicpm3,
     minimax_m2,
     ministral3,
     mistral,
+    mistral4,
     mixtral,
     nemotron,
     nemotron_h,
@@ -55,6 +59,7 @@ from onnxport.exporter.families import (
     olmoe,
     phi,
     phi3,
+    phimoe,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -67,6 +72,7 @@ from onnxport.exporter.families import (
     stablelm,
     starcoder2,
     vaultgemma,
+    youtu,
 )
 from onnxport.exporter.families.base import Family
 
@@ -77,6 +83,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     bamba.FAMILY,
     cohere.FAMILY,
     cohere.WITH_WINDOWS,
+    cohere2_moe.FAMILY,
     cwm.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
@@ -110,6 +117,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     hunyuan.FAMILY,
     hunyuan.WITH_EXPERTS,
     hyperclovax.FAMILY,
+    hy_v3.FAMILY,
     internlm3.FAMILY,
     iquestcoder.FAMILY,
     jais2.FAMILY,
@@ -117,11 +125,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
     lfm2.WITH_EXPERTS,
     lfm3.FAMILY,
     llama.FAMILY,
+    mellum.FAMILY,
     minicpm3.FAMILY,
     minimax_m2.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,
     mistral.WITH_IMAGES,
+    mistral4.FAMILY,
     mixtral.FAMILY,
     nemotron.FAMILY,
     nemotron_h.FAMILY,
@@ -130,6 +140,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     olmoe.FAMILY,
     phi.FAMILY,
     phi3.FAMILY,
+    phimoe.FAMILY,
     qwen2.FAMILY,
     qwen2_moe.FAMILY,
     qwen3.FAMILY,
@@ -145,6 +156,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     stablelm.FAMILY,
     starcoder2.FAMILY,
     vaultgemma.FAMILY,
+    youtu.FAMILY,
 )
 
 # Classes of encoders, and of decoders that were made ones.
@@ -156,8 +168,9 @@ _ENCODERS: Final = re.compile(
 def find_family(config: Config) -> Family:
     """The family of the architecture that `config` names.
 
-    `architectures` decides; `model_type` where there is none. Raises UnsupportedModelError, which
-    lists the supported ones.
+    `architectures` decides; `model_type` where there is none, or where the class is another
+    family's that computes this one too, or the one that files came with. Raises
+    UnsupportedModelError, which lists the supported ones.
     """
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:

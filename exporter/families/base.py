@@ -148,22 +148,24 @@ class TensorNames:
         )
 
     def fit(self, found: frozenset[str]) -> bool:
-        """Whether a checkpoint with the tensors `found` may be named so.
+        """Whether a checkpoint with the tensors `found` may be named so, but for its experts."""
+        gate = self.attention_gate
+        return self.embedding in found and (
+            gate is None or any(name.endswith(f"{gate}.weight") for name in found)
+        )
 
-        What guesses further tokens may have its experts in another way than the model.
+    def have_experts(self, found: frozenset[str]) -> bool:
+        """Whether `found` has experts by these names.
+
+        What guesses further tokens may have them in another way than the model.
         """
         (experts, *_) = self.expert_gate_up
-        gate = self.attention_gate
-        return (
-            self.embedding in found
-            and (gate is None or any(name.endswith(f"{gate}.weight") for name in found))
-            and (
-                "{}" in experts
-                or any(
-                    name.endswith(experts) and not name.startswith(self.further) for name in found
-                )
-            )
-        )
+        of_each = experts.format(0) + "."
+
+        def is_one(name: str) -> bool:
+            return of_each in name if "{}" in experts else name.endswith(experts)
+
+        return any(is_one(name) and not name.startswith(self.further) for name in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +175,7 @@ class Family:
     name: str  # transformers' model_type
     other_types: tuple[str, ...] = ()  # what else its checkpoints may have for that
     architecture: str  # transformers' class
-    computed_by: str | None = None  # its class of another family, where that computes this one, too
+    computed_by: str | None = None  # another class that checkpoints may name: see `find_family`
     spec: Callable[[Config, int | None], ArchSpec]  # (config, context length or None)
     tensors: TensorNames = TensorNames()
     other_layouts: tuple[TensorNames, ...] = ()  # that its checkpoints may have instead
@@ -193,8 +195,9 @@ class Family:
         """The names that a checkpoint with the tensors `found` gives them."""
         layouts = (*self.layouts, *map(_without_head, self.layouts))
         fitting = [one for one in layouts if one.fit(found)]
-        # What may have experts may have none, whose names would tell.
         fitting = fitting or [one for one in layouts if one.embedding in found] or [self.tensors]
+        # What may have experts may have none, whose names would tell.
+        fitting = [one for one in fitting if one.have_experts(found)] or fitting
         return next((one for one in fitting if one.head in found), fitting[0])
 
     @property

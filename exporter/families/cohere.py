@@ -31,13 +31,14 @@ _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Command R and R+: every layer sees all, and rotates; R+ has norms of queries and keys."""
     config.ignore("model_max_length")  # of the tokenizer; positions end before
-    return _parallel(
+    spec = parallel_spec(
         config,
         family="cohere",
         qk_norm=config.get(_NORMS, bool, False),
         context_length=context_length,
         theta=500_000.0,
     )
+    return check_heads(config, spec)
 
 
 def read_spec_with_windows(config: Config, context_length: int | None) -> ArchSpec:
@@ -48,25 +49,27 @@ def read_spec_with_windows(config: Config, context_length: int | None) -> ArchSp
         config.get("sliding_window", int, None if config.is_null("sliding_window") else 4096),
         _kinds(config),
     )
-    spec = _parallel(
+    spec = parallel_spec(
         config, family="cohere2", context_length=context_length, sliding_window=windows
     )
     rotated = tuple(window is not None for window in windows)
+    spec = check_heads(config, spec)
     return spec if all(rotated) else replace(spec, rotated_layers=rotated)
 
 
-def _parallel(config: Config, **differences: Any) -> ArchSpec:
-    """What both share; `differences` are keyword arguments of `decoder_spec`."""
+def parallel_spec(config: Config, **differences: Any) -> ArchSpec:
+    """What all share; `differences` are keyword arguments of `decoder_spec`."""
     check_choice(config, _KNOWN)
     biased = config.get("attention_bias", bool, False)
+    epsilon = differences.pop("epsilon", "layer_norm_eps")
     spec = decoder_spec(
-        config, qkv_bias=biased, o_bias=biased, tied=True, epsilon="layer_norm_eps", **differences
+        config, qkv_bias=biased, o_bias=biased, tied=True, epsilon=epsilon, **differences
     )
     scale = config.get("logit_scale", float, 0.0625)
     if not 0 < scale < math.inf:
         raise CheckpointError(f"{config.path}: logit_scale is {scale}; it must be above 0.")
     return replace(
-        check_heads(config, spec),
+        spec,
         layer_norms=True,
         apart_qk_norm=spec.qk_norm or None,
         parallel_layers=True,

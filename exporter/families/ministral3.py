@@ -6,6 +6,7 @@ within the original context. An artifact is for that: its graphs have no such fa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
@@ -20,15 +21,8 @@ _ORIGINAL: Final = "original_max_position_embeddings"
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Ministral 3: heads of 128 unless given; one optional window for all layers."""
-    rope = rope_parameters(config)
-    beta = _number(config, _BETA, rope.pop(_BETA, None))
-    original = _number(config, _ORIGINAL, rope.get(_ORIGINAL))
-    rope.pop("max_position_embeddings", None)  # transformers repeats the model's there
+    rope, context_length = within_original(config, rope_parameters(config), context_length)
     window = config.get("sliding_window", int, None)
-    if beta:
-        beyond = "this model's queries grow with their positions"
-        end = int(original)
-        context_length = context_within(config, end, context_length, f"its {_ORIGINAL}", beyond)
     return decoder_spec(
         config,
         family="ministral3",
@@ -40,10 +34,30 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     )
 
 
+def within_original(
+    config: Config, rope: Mapping[str, Any], context_length: int | None
+) -> tuple[dict[str, Any], int | None]:
+    """RoPE keys without what makes queries grow, and the context length within which none does.
+
+    Raises:
+        CheckpointError: A number is missing, or none.
+        UnsupportedModelError: A longer context was asked for.
+    """
+    rope = dict(rope)
+    beta = _number(config, _BETA, rope.pop(_BETA, None))
+    original = _number(config, _ORIGINAL, rope.get(_ORIGINAL))
+    rope.pop("max_position_embeddings", None)  # transformers repeats the model's there
+    if beta:
+        beyond = "this model's queries grow with their positions"
+        end = int(original)
+        context_length = context_within(config, end, context_length, f"its {_ORIGINAL}", beyond)
+    return rope, context_length
+
+
 def _number(config: Config, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CheckpointError(
-            f"{config.path}: the RoPE key {name!r} is {value!r}; Ministral 3 needs a number."
+            f"{config.path}: the RoPE key {name!r} is {value!r}; this model needs a number."
         )
     return value
 

@@ -1,6 +1,7 @@
 """Mistral 7B and its kin: Llama with one sliding window for every layer.
 
-And models that read images around it or around Ministral 3: Mistral Small 3.1, Ministral 3.
+And models that read images around it or around Ministral 3 or Mistral 4: Mistral Small 3.1 and 4,
+Ministral 3.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
-from onnxport.exporter.families import ministral3
+from onnxport.exporter.families import ministral3, mistral4
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.wrapped import wrapped
 from onnxport.graphs.spec import ArchSpec
@@ -39,6 +40,7 @@ FAMILY: Final = Family(name="mistral", architecture="MistralForCausalLM", spec=r
 WITH_IMAGES: Final = wrapped(
     FAMILY,
     ministral3.FAMILY,
+    mistral4.FAMILY,
     name="mistral3",
     architecture="Mistral3ForConditionalGeneration",
     image_keys=(

@@ -28,7 +28,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         context_length=context_length,
         rope=ropes[_FULL],
     )
-    return replace(spec, local_rope=_local_rope(config, ropes[_SLIDING], spec))
+    return replace(spec, local_rope=local_rope(config, ropes[_SLIDING], spec))
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:
@@ -56,7 +56,7 @@ def _ropes(config: Config) -> dict[str, dict[str, Any]]:
     )
 
 
-def _local_rope(config: Config, values: dict[str, Any], spec: ArchSpec) -> RopeSpec | None:
+def local_rope(config: Config, values: dict[str, Any], spec: ArchSpec) -> RopeSpec | None:
     """The rotary embedding of layers with a window, where it is another one."""
     local, _ = rope_from(config, values, spec.head_size, None)
     if local == spec.rope or not any(spec.sliding_window):

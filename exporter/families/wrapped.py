@@ -32,8 +32,7 @@ def wrapped(
     """The family of a model around one of some other families.
 
     Args:
-        texts: The text model's: what it may be, first where it does not say. Their tensors have the
-            same names.
+        texts: The text model's: what it may be, first where it does not say.
         name: transformers' model_type.
         architecture: transformers' class.
         image_keys: Keys of its configuration that are about images alone.
@@ -64,8 +63,10 @@ def wrapped(
         inner.check_all_used(text.name)
         return spec
 
-    inner = texts[0].tensors
-    first, *others = layouts or (_older(inner), newer_names(inner, _OF_IMAGES))
+    names = dict.fromkeys(text.tensors for text in texts)
+    first, *others = layouts or [
+        layout for one in names for layout in (_older(one), newer_names(one, _OF_IMAGES))
+    ]
     return Family(
         name=name,
         architecture=architecture,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.gguf import dense, gemma3n, gemma4, recent, reranker, states
+from onnxport.exporter.gguf import dense, gemma3n, gemma4, mixtures, recent, reranker, states
 from onnxport.exporter.gguf.common import (
     LAYER_NORM,
     RMS_NORM,
@@ -321,6 +321,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "arcee": Architecture(_arcee, neighbours=True),
     "chatglm": Architecture(dense.chatglm),
     "cohere2": Architecture(recent.cohere2),
+    "cohere2moe": Architecture(mixtures.cohere2_moe),
     "command-r": Architecture(recent.command_r),
     "deepseek2": Architecture(recent.deepseek2),
     "dots1": Architecture(_dots1),
@@ -344,14 +345,17 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "granitemoe": Architecture(_granite_moe, neighbours=True),
     "hunyuan-dense": Architecture(recent.hunyuan),
     "hunyuan-moe": Architecture(recent.hunyuan_moe),
+    "hy_v3": Architecture(mixtures.hy_v3),
     "internlm2": Architecture(_llama, neighbours=True),
     "jais2": Architecture(_jais2),
     "lfm2": Architecture(states.lfm2),
     "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
+    "mellum": Architecture(mixtures.mellum),
     "minicpm": Architecture(_minicpm, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
     "mistral3": Architecture(dense.mistral3, neighbours=True),
+    "mistral4": Architecture(mixtures.mistral4),
     "nemotron": Architecture(_nemotron),
     "nemotron_h": Architecture(states.nemotron_h, neighbours=True),
     "nemotron_h_moe": Architecture(states.nemotron_h, neighbours=True),

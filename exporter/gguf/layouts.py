@@ -121,19 +121,20 @@ _GEMMA4: Final[Mapping[str, Any]] = {
     "expert_scales": "ffn_down_exps.scale",
     "layer_scale": "layer_output_scale.weight",
 }
+_LATENTS: Final[Mapping[str, Any]] = {
+    "latent_q": "attn_q",
+    "latent_q_a": "attn_q_a",
+    "latent_q_norm": "attn_q_a_norm.weight",
+    "latent_q_b": "attn_q_b",
+    "latent_kv_a": "attn_kv_a_mqa",
+    "latent_kv_norm": "attn_kv_a_norm.weight",
+    "latent_apart": ("attn_k_b", "attn_v_b"),
+}
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
     **{name: {"gate_up": ("ffn_up",)} for name in ("chatglm", "glm4")},
-    "deepseek2": {
-        "latent_q": "attn_q",
-        "latent_q_a": "attn_q_a",
-        "latent_q_norm": "attn_q_a_norm.weight",
-        "latent_q_b": "attn_q_b",
-        "latent_kv_a": "attn_kv_a_mqa",
-        "latent_kv_norm": "attn_kv_a_norm.weight",
-        "latent_apart": ("attn_k_b", "attn_v_b"),
-    },
+    "deepseek2": _LATENTS,
     "falcon-h1": {**_SPACES, "post_norm": "ffn_norm"},
     "gemma3n": _GEMMA3N,
     "gemma4": _GEMMA4,
@@ -148,8 +149,10 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gptneox": {"qkv": ("attn_qkv",)},
     "granite_swa": {"sinks": "attn_sinks.weight", "shared_gate_up": ("ffn_up_shexp",)},
     "granitehybrid": _SPACES,
+    "hy_v3": {"correction": CORRECTION.removesuffix(".bias")},
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
+    "mistral4": _LATENTS,
     "nemotron_h": _BLOCKS,
     "nemotron_h_moe": _BLOCKS,
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},

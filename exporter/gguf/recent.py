@@ -36,14 +36,14 @@ def afmoe(facts: Facts) -> Values:
     _expect_one_group(facts)
     return common(facts, "AfmoeForCausalLM") | {
         "sliding_window": meta.require(_WINDOW, int),
-        "layer_types": _kinds(facts),
+        "layer_types": kinds(facts),
         "mup_enabled": True,
         "num_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "num_shared_experts": meta.get("expert_shared_count", int, 0),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "num_dense_layers": meta.get("leading_dense_block_count", int, 0),
-        "route_scale": _scale(facts),
+        "route_scale": scale(facts),
     }
 
 
@@ -58,7 +58,7 @@ def cohere2(facts: Facts) -> Values:
     """Command R7B and A."""
     return _cohere(facts, "Cohere2ForCausalLM") | {
         "sliding_window": facts.metadata.require(_WINDOW, int),
-        "layer_types": _kinds(facts),
+        "layer_types": kinds(facts),
     }
 
 
@@ -73,14 +73,38 @@ def _cohere(facts: Facts, model: str) -> Values:
 def deepseek2(facts: Facts) -> Values:
     """DeepSeek V2 and V3, and what is built alike; the function of experts' scores tells which.
 
-    Products of latents are of two tensors, as llama.cpp writes them since it caches latents.
+    Without experts it is a Youtu-LLM. Products of latents are of two tensors, as llama.cpp writes
+    them since it caches latents.
 
     Raises:
         UnsupportedModelError: Groups of experts are not told, or products of latents are not apart,
             as by older files, or what yarn multiplies attention's scores with.
     """
     meta = facts.metadata
+    if not meta.get("expert_count", int, 0):
+        return _youtu(facts)
     _check_age(facts)
+    sigmoid = _gating(facts) == SIGMOID
+    groups, chosen = (facts.count(f"expert_group_{key}") for key in ("count", "used_count"))
+    values = latents(facts, "DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM")
+    values |= experts_beside_shared(facts) | {"n_group": groups, "topk_group": chosen}
+    if not sigmoid:
+        values["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    return values
+
+
+def _youtu(facts: Facts) -> Values:
+    """Youtu-LLM, of which files tell sizes of experts that there are not."""
+    _check_age(facts, keys=_AGES[:1])
+    meta = facts.metadata
+    meta.expect("expert_shared_count", 0)
+    meta.ignore("expert_feed_forward_length", "leading_dense_block_count")
+    return latents(facts, "YoutuForCausalLM")
+
+
+def latents(facts: Facts, model: str) -> Values:
+    """What all share that have attention of latents; `model` is transformers' class."""
+    meta = facts.metadata
     heads, rank = facts.count("attention.head_count"), facts.count("attention.kv_lora_rank")
     rope_size = facts.count("rope.dimension_count")
     for key, expected in (
@@ -89,11 +113,9 @@ def deepseek2(facts: Facts) -> Values:
         ("attention.value_length", rank),
     ):
         meta.expect(key, expected)
-    sigmoid = _gating(facts) == SIGMOID
-    groups, chosen = (facts.count(f"expert_group_{key}") for key in ("count", "used_count"))
     further = facts.further_layers()
-    values: Values = {
-        "architectures": ["DeepseekV3ForCausalLM" if sigmoid else "DeepseekV2ForCausalLM"],
+    return {
+        "architectures": [model],
         "vocab_size": facts.vocab_size(),
         "hidden_size": facts.count("embedding_length"),
         "intermediate_size": meta.require("feed_forward_length", int),
@@ -110,28 +132,33 @@ def deepseek2(facts: Facts) -> Values:
         "qk_nope_head_dim": facts.count("attention.key_length_mla") - rope_size,
         "qk_rope_head_dim": rope_size,
         "v_head_dim": facts.count("attention.value_length_mla"),
+    }
+
+
+def experts_beside_shared(facts: Facts) -> Values:
+    """DeepSeek's experts, whatever makes scores of them."""
+    meta = facts.metadata
+    return {
         "n_routed_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "n_shared_experts": meta.get("expert_shared_count", int, 0),
         "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
         "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
-        "routed_scaling_factor": _scale(facts),
-        "n_group": groups,
-        "topk_group": chosen,
+        "routed_scaling_factor": scale(facts),
     }
-    if not sigmoid:
-        values["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
-    return values
 
 
-def _check_age(facts: Facts) -> None:
+_AGES: Final = (
+    ("attention.key_length_mla", "cached latents"),
+    ("expert_group_count", "told how experts are grouped"),
+)
+
+
+def _check_age(facts: Facts, keys: tuple[tuple[str, str], ...] = _AGES) -> None:
     """Refuse files from before llama.cpp wrote what is needed, which would be guessed."""
     meta = facts.metadata
-    for key, what in (
-        ("attention.key_length_mla", "cached latents"),
-        ("expert_group_count", "told how experts are grouped"),
-    ):
+    for key, what in keys:
         if meta.get(key, int, None) is None:
             raise UnsupportedModelError(
                 f"{meta.path} lacks the key {meta.name(key)}, so it was made before llama.cpp "
@@ -193,7 +220,7 @@ def exaone4(facts: Facts) -> Values:
     window = facts.metadata.get(_WINDOW, int, known) or None
     return values | {
         "sliding_window": window,
-        "layer_types": _kinds(facts) if window else [_FULL] * values["num_hidden_layers"],
+        "layer_types": kinds(facts) if window else [_FULL] * values["num_hidden_layers"],
     }
 
 
@@ -211,14 +238,14 @@ def exaone_moe(facts: Facts) -> Values:
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": further or None,
         "sliding_window": meta.require(_WINDOW, int),
-        "layer_types": _kinds(facts, layers),
+        "layer_types": kinds(facts, layers),
         "num_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": size,
         "num_shared_experts": shared,
         "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
         "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
-        "routed_scaling_factor": _scale(facts),
+        "routed_scaling_factor": scale(facts),
         "n_group": facts.count("expert_group_count", 1),
         "topk_group": facts.count("expert_group_used_count", 1),
     }
@@ -279,12 +306,12 @@ def olmo2(facts: Facts) -> Values:
     return values | {
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": window,
-        "layer_types": _kinds(facts),
+        "layer_types": kinds(facts),
         "rope_parameters": {_FULL: rope, _SLIDING: own},
     }
 
 
-def _scale(facts: Facts) -> float:
+def scale(facts: Facts) -> float:
     """What experts' outputs are multiplied with; 0 means that nothing is."""
     return facts.metadata.get("expert_weights_scale", float, 0.0) or 1.0
 
@@ -321,12 +348,16 @@ def _slides(facts: Facts, layers: int) -> list[bool]:
     return [bool(one) for one in facts.by_layer(_PATTERN, layers)]
 
 
-def _kinds(facts: Facts, layers: int | None = None) -> list[str]:
-    """The layers' types: as a list says, or every so many sees all; of all of them, or so many."""
+def kinds(facts: Facts, layers: int | None = None, *, own_base: bool = False) -> list[str]:
+    """The layers' types: as a list says, or every so many sees all; of all of them, or so many.
+
+    RoPE has one base for all, unless `own_base`.
+    """
     if layers is None:
         layers = facts.num_layers()
     meta = facts.metadata
-    meta.expect("rope.freq_base_swa", meta.get("rope.freq_base", float, 10_000.0))
+    if not own_base:
+        meta.expect("rope.freq_base_swa", meta.get("rope.freq_base", float, 10_000.0))
     if meta.holds(_PATTERN, list):
         slides = facts.by_layer(_PATTERN, layers)
     else:

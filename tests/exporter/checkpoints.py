@@ -165,6 +165,13 @@ LATENT_ROPE: Mapping[str, Any] = {
     "mscale": 0.7,
     "mscale_all_dim": 1.3,
 }
+# Of attention alone.
+LATENT_SIZES = (
+    *("num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "rope_parameters"),
+)
+_GROWS: Mapping[str, Any] = {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
+_GROWING: Mapping[str, Any] = {**LATENT_ROPE, **_GROWS, "factor": 2.0}
 
 
 _MINICPM3: Mapping[str, Any] = {
@@ -237,6 +244,192 @@ CASES: Mapping[str, Case] = {
     ),
     "minicpm3-plain": Case(
         "minicpm3", {**_MINICPM3, "q_lora_rank": None, "v_head_dim": 8, "tie_word_embeddings": True}
+    ),
+    "mistral4": Case(  # groups, of which the two best experts count; queries grow behind 64 tokens
+        "mistral4",
+        {
+            **LATENT,
+            "first_k_dense_replace": 0,
+            "qk_nope_head_dim": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {**LATENT_ROPE, **_GROWS, "partial_rotary_factor": 1 / 3},
+            "pad_token_id": 0,
+        },
+        torch.bfloat16,
+        context_length=64,
+        inside="mistral3",
+    ),
+    "mistral4-halves": Case(
+        "mistral4",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "rope_interleave": False,
+            "rope_parameters": _GROWING,
+            "tie_word_embeddings": True,
+        },
+        context_length=64,
+        inside="mistral3",
+    ),
+    "youtu": Case(
+        "youtu",
+        {
+            **{key: one for key, one in LATENT.items() if key in LATENT_SIZES},
+            "rms_norm_eps": 0.05,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "youtu-halves": Case(
+        "youtu",
+        {
+            **{key: one for key, one in LATENT.items() if key in LATENT_SIZES},
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": LATENT_ROPE,
+        },
+    ),
+    "hy-v3": Case(
+        "hy_v3",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "router_scaling_factor": 2.5,
+            "rms_norm_eps": 0.05,
+        },
+        torch.bfloat16,
+    ),
+    "hy-v3-biases": Case(
+        "hy_v3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phimoe": Case(  # a logit in three is near enough to another one that both are mixed
+        "phimoe",
+        {
+            "num_local_experts": 8,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rms_norm_eps": 0.05,
+            "sliding_window": 6,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [1.0 + i for i in range(8)],
+                "short_mscale": 1.2,
+                "long_mscale": 1.4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        torch.bfloat16,
+        context_length=64,
+    ),
+    "phimoe-plain": Case(
+        "phimoe", {"num_local_experts": 4, "num_key_value_heads": 4, "router_jitter_noise": 0.01}
+    ),
+    "mellum": Case(  # layers with a window have a RoPE of their own
+        "mellum",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "rms_norm_eps": 0.05,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        torch.bfloat16,
+    ),
+    "mellum-full": Case(
+        "mellum",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "cohere2-moe": Case(  # the first layer is dense, sees all, and rotates all the same
+        "cohere2_moe",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "layer_norm_eps": 0.05,
+            "logit_scale": 2.0,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "prefix_dense_intermediate_size": 80,
+            "intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+        torch.bfloat16,
+    ),
+    "cohere2-moe-softmax": Case(  # RMSNorms; what is shared is added whole
+        "cohere2_moe",
+        {
+            "head_dim": 16,
+            "rms_norm_eps": 0.05,
+            "logit_scale": 2.0,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense"],
+            "prefix_dense_sliding_window_pattern": 4,
+            "intermediate_size": 32,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "attention_bias": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "cohere2-moe-alone": Case(  # nothing is shared, and scores are as sigmoids have them
+        "cohere2_moe",
+        {
+            "head_dim": 16,
+            "logit_scale": 2.0,
+            "intermediate_size": 32,
+            "num_experts": 4,
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "pad_token_id": 0,
+        },
     ),
     "glm4-moe-lite": Case(
         "glm4_moe_lite",

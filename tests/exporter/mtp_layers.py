@@ -49,6 +49,7 @@ class Mtp:
     case: str  # of `checkpoints`: the model
     own: tuple[str, ...] = ()  # what the layer has beside the model's: embedding, head
     config: Mapping[str, Any] = field(default_factory=dict)  # what differs from the case's
+    names: Mapping[str, str] = field(default_factory=dict)  # of its tensors that differ from GLM's
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def make(mtp: Mtp, folder: Path, seed: int = 0) -> Made:
         behind + name.removeprefix(prefix) if name.startswith(prefix) else name: one
         for name, one in tensors.items()
     }
-    names = _OF_QWEN if is_qwen else {key: prefix + one for key, one in _OF_OTHERS.items()}
+    others = {**_OF_OTHERS, **mtp.names}
+    names = _OF_QWEN if is_qwen else {key: prefix + one for key, one in others.items()}
     parts = _parts(_text(deeper).config.hidden_size, case, mtp.own)
     added = {names[key]: one.to(case.dtype) for key, one in parts.items()}
     save_file(moved | added, path)

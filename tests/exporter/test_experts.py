@@ -38,7 +38,7 @@ def spec_of(folder: Path, case: str, **values: Any) -> ArchSpec:
     [
         *("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral"),
         *("olmoe", "qwen2_moe", "qwen3_moe", "solar_open"),
-        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "hy_v3"),
     ],
 )
 def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:

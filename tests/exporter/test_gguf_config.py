@@ -56,6 +56,18 @@ SHARED_EXPERT: Mapping[str, Any] = {
     "expert_feed_forward_length": 32,
     "expert_shared_feed_forward_length": 32,
 }
+LATENTS: Mapping[str, Any] = {
+    "attention.head_count_kv": 1,
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 40,
+    "attention.value_length_mla": 24,
+    "rope.dimension_count": 16,
+    "expert_feed_forward_length": 32,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+}
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gptneox", "jais2", "nemotron", "phi2", "stablelm", "starcoder2"), LAYER_NORM),
@@ -66,18 +78,31 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "command-r": {**LAYER_NORM, "logit_scale": 0.5},
     "cohere2": {**LAYER_NORM, "logit_scale": 0.5, "attention.sliding_window": 8},
-    "deepseek2": {
-        "attention.head_count_kv": 1,
-        "attention.kv_lora_rank": 32,
-        "attention.key_length": 48,
-        "attention.value_length": 32,
-        "attention.key_length_mla": 40,
-        "attention.value_length_mla": 24,
-        "rope.dimension_count": 16,
+    "cohere2moe": {
+        **LAYER_NORM,
+        "logit_scale": 0.5,
+        "attention.sliding_window": 8,
         "expert_feed_forward_length": 32,
-        "expert_group_count": 1,
-        "expert_group_used_count": 1,
+        "expert_shared_count": 2,
+        "expert_shared_feed_forward_length": 64,
+        "expert_weights_norm": True,
+        "leading_dense_block_count": 1,
     },
+    "hy_v3": {
+        "expert_feed_forward_length": 32,
+        "expert_shared_feed_forward_length": 64,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+    },
+    "mellum": {"attention.sliding_window": 8, "expert_feed_forward_length": 32},
+    "mistral4": {
+        **LATENTS,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.yarn_log_multiplier": 0.1,
+    },
+    "deepseek2": LATENTS,
     "exaone-moe": {
         "attention.sliding_window": 8,
         "expert_feed_forward_length": 32,
@@ -148,6 +173,7 @@ WITH_EXPERTS = (
     *("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
     *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
     *("ernie4_5-moe", "nemotron_h_moe", "qwen3next"),
+    *("cohere2moe", "hy_v3", "mellum", "mistral4"),
 )
 # Tensors whose sizes are read.
 SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -485,6 +511,49 @@ def test_glm_4_7_flash_is_known_by_its_correction() -> None:
 def test_what_older_files_of_deepseek_lack(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         spec(facts("deepseek2", **changes))
+
+
+def test_youtu_has_latents_and_no_experts() -> None:
+    none = {"expert_count": 0, "expert_used_count": None, "leading_dense_block_count": 2}
+    read = spec(facts("deepseek2", **none, expert_group_count=None, expert_group_used_count=None))
+    assert (read.family, read.experts, read.rope.interleaved) == ("youtu", None, True)
+
+
+def test_mistral_4_ends_where_queries_grow() -> None:
+    for growth in ({}, {"attention__temperature_scale": 0.1}):
+        read = spec(facts("mistral4", expert_weights_norm=True, **growth))
+        assert (read.family, read.context_length) == ("mistral4", 64)
+    experts = read.experts
+    assert experts is not None
+    assert (experts.sigmoid, experts.corrected, experts.normalized) == (None, None, True)
+
+
+def test_shared_experts_of_hunyuan_3() -> None:
+    read = spec(facts("hy_v3"))
+    assert read.experts is not None
+    assert read.experts.layers == (False, True)
+    assert (read.experts.shared_size, read.experts.scale) == (64, 2.5)
+    with pytest.raises(UnsupportedModelError, match=r"is 48; supported is a multiple of .* 32"):
+        spec(facts("hy_v3", expert_shared_feed_forward_length=48))
+
+
+def test_cohere_2_with_experts() -> None:
+    read = spec(facts("cohere2moe", attention__sliding_window_pattern=[False, True]))
+    assert (read.layer_norms, read.rotated_layers, read.sliding_window) == (True, None, (None, 8))
+    assert read.experts is not None
+    assert (read.experts.sigmoid, read.experts.scale, read.experts.shared_scale) == (True, 0.5, 0.5)
+    softmax = {"expert_gating_func": 1, "expert_weights_norm": False}
+    with pytest.raises(UnsupportedModelError, match="expert_weights_norm is False"):
+        spec(facts("cohere2moe", **softmax))
+    rms = spec(facts("cohere2moe", attention__layer_norm_rms_epsilon=1e-6))
+    assert (rms.layer_norms, rms.rms_norm_eps) == (None, 1e-6)
+
+
+def test_a_mellum_without_a_base_for_windows_has_one() -> None:
+    assert spec(facts("mellum")).local_rope is None
+    local = spec(facts("mellum", rope__freq_base_swa=5e5)).local_rope
+    assert local is not None
+    assert local.theta == 5e5
 
 
 def test_layers_of_lfm2() -> None:

@@ -79,7 +79,7 @@ def test_without_growing_queries_the_context_is_whole() -> None:
 
 @pytest.mark.parametrize("name", ["llama_4_scaling_beta", "original_max_position_embeddings"])
 def test_a_number_that_is_missing(name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name}' is None; Ministral 3 needs a number"):
+    with pytest.raises(CheckpointError, match=f"{name}' is None; this model needs a number"):
         read(with_rope(**{name: None}))
 
 

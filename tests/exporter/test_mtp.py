@@ -38,6 +38,7 @@ LAYERS: Mapping[str, Mtp] = {
     "glm 4.7 flash": Mtp("glm4-moe-lite", own=("embedding", "head")),
     "deepseek v3": Mtp("deepseek-v3", own=("embedding", "head")),
     "deepseek v3, halves": Mtp("deepseek-v3-halves"),
+    "hunyuan 3": Mtp("hy-v3", names={"final_norm": "final_layernorm.weight"}),
 }
 
 

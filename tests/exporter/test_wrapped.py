@@ -153,7 +153,7 @@ def test_mistral_small() -> None:
         ({**MISTRAL, "quantization_config": {"quant_method": "fp8"}}, "unquantized"),
         ({**MISTRAL, "mm_tokens_per_image": 256}, "mm_tokens_per_image = 256"),
         ({**PUBLISHED["gemma-3-4b-it"], "rope_theta": 1e4}, "rope_theta = 10000.0"),
-        (with_text(MISTRAL, model_type="mistral4"), "'mistral4'; supported"),
+        (with_text(MISTRAL, model_type="mistral9"), "'mistral9'; supported"),
         (with_text(MISTRAL, residual_multiplier=0.3), "text_config has 1 key"),
         (with_text(PUBLISHED["gemma-3-4b-it"], attn_logit_softcapping=50.0), "softcapping is 50"),
         (

@@ -41,6 +41,7 @@ FAMILIES = (
     "afmoe-dense",
     "arcee",
     "cohere2",
+    "cohere2-moe",
     "gemma3",
     "gpt-neox",
     "granite-biases",

@@ -19,6 +19,10 @@ YARN = {
     **{"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0},
     **{"mscale": 0.707, "mscale_all_dim": 0.707},
 }
+GROWING = {
+    **{**YARN, "original_max_position_embeddings": 64, "factor": 2.0},
+    **{"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},
+}
 HUNYUAN = {
     **{"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
     "rope_parameters": {
@@ -66,6 +70,14 @@ MODELS: Mapping[str, Model] = {
         "deepseek-v3-halves", {"rope_interleave": True, "norm_topk_prob": True}, SIGMOID
     ),
     "olmoe": Model("olmoe"),
+    "cohere2-moe": Model("cohere2-moe"),
+    "cohere2-moe-further": Model("cohere2-moe", {}, FURTHER, further="model.layers.3."),
+    "hy-v3": Model("hy-v3"),
+    "hy-v3-further": Model("hy-v3", {}, FURTHER, further="model.layers.3."),
+    "mellum": Model("mellum", {"mlp_layer_types": None}),
+    "mistral4": Model("mistral4", {"rope_parameters": GROWING}, context_length=64),
+    "youtu": Model("youtu"),
+    "youtu-yarn": Model("youtu-halves", {"rope_interleave": True, "rope_parameters": YARN}),
     "qwen2-moe": Model("qwen2-moe"),
     "qwen3-moe": Model("qwen3-moe", {"mlp_only_layers": []}),
     "solar-open": Model("solar-open", WHOLE),

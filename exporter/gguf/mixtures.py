@@ -1,0 +1,134 @@
+"""GGUF's architectures of mixtures of experts of 2026; see `architectures`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from onnxport.errors import UnsupportedModelError
+from onnxport.exporter.gguf.common import LAYER_NORM, RMS_NORM, SIGMOID, SOFTMAX, Values, common
+from onnxport.exporter.gguf.facts import Facts
+from onnxport.exporter.gguf.layouts import ROUTER
+from onnxport.exporter.gguf.recent import experts_beside_shared, kinds, latents, scale
+from onnxport.exporter.gguf.ropes import ORIGINAL
+
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+_WINDOW: Final = "attention.sliding_window"
+_GROWTH: Final = 0.1  # of Mistral Small 4's queries, which files may not tell
+
+
+def mistral4(facts: Facts) -> Values:
+    """Mistral Small 4, whose queries grow behind its original context.
+
+    Files made of transformers' checkpoints do not say so, and llama.cpp does not do it then. Within
+    that context, which exports end with, it comes to the same.
+    """
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SOFTMAX)
+    values = latents(facts, "Mistral4ForCausalLM") | experts_beside_shared(facts)
+    values["n_group"] = facts.count("expert_group_count", 1)
+    values["topk_group"] = facts.count("expert_group_used_count", 1)
+    rope: dict[str, Any] = values["rope_parameters"]
+    original = meta.get(ORIGINAL, int, values["max_position_embeddings"])
+    meta.expect("attention.temperature_length", original)
+    rope["original_max_position_embeddings"] = original
+    rope["llama_4_scaling_beta"] = meta.get("attention.temperature_scale", float, _GROWTH)
+    return values
+
+
+def hy_v3(facts: Facts) -> Values:
+    """Hunyuan 3; which layers have experts their tensors tell."""
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    values = common(facts, "HYV3ForCausalLM")
+    further = facts.further_layers()
+    layers = values["num_hidden_layers"] - further
+    size = meta.require("expert_feed_forward_length", int)
+    shared = meta.get("expert_shared_feed_forward_length", int, size)
+    if shared % size:
+        raise UnsupportedModelError(
+            f"{meta.path}: {meta.name('expert_shared_feed_forward_length')} is {shared}; supported "
+            f"is a multiple of {meta.name('expert_feed_forward_length')}, {size}."
+        )
+    meta.expect("expert_shared_count", shared // size)
+    return values | {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": further or None,
+        "attention_bias": facts.has_qkv_bias(),
+        "mlp_layer_types": _feed_forward_kinds(facts, layers),
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "num_shared_experts": shared // size,
+        "moe_intermediate_size": size,
+        "router_scaling_factor": scale(facts),
+    }
+
+
+def _feed_forward_kinds(facts: Facts, layers: int) -> list[str]:
+    routed = (facts.has(f"blk.{layer}.{ROUTER}") for layer in range(layers))
+    return ["sparse" if one else "dense" for one in routed]
+
+
+def cohere2_moe(facts: Facts) -> Values:
+    """Cohere 2 with experts: what is shared is averaged with them, as llama.cpp knows.
+
+    Its first layers, which are dense, rotate whatever they see.
+    """
+    meta = facts.metadata
+    epsilon = meta.get(RMS_NORM, float, None)
+    names = (LAYER_NORM, "layer_norm_eps") if epsilon is None else (RMS_NORM, "rms_norm_eps")
+    if epsilon is not None:
+        meta.ignore(LAYER_NORM)  # which others than these norms would have
+    values = common(facts, "Cohere2MoeForCausalLM", norm=names[0], epsilon=names[1])
+    further = facts.further_layers()
+    layers = values["num_hidden_layers"] - further
+    sigmoid = meta.get("expert_gating_func", int, SIGMOID) == SIGMOID
+    if not sigmoid:
+        meta.expect("expert_gating_func", SOFTMAX)
+        meta.expect("expert_weights_norm", True)
+    if scale(facts) != 1.0:
+        meta.expect("expert_weights_scale", 1.0)
+    size = meta.require("expert_feed_forward_length", int)
+    shared = meta.get("expert_shared_count", int, 0)
+    meta.expect("expert_shared_feed_forward_length", size * shared)
+    return values | {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": further or None,
+        "attention_bias": facts.has_qkv_bias(),
+        "logit_scale": meta.require("logit_scale", float),
+        "sliding_window": meta.require(_WINDOW, int),
+        "layer_types": kinds(facts, layers),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "prefix_dense_intermediate_size": values["intermediate_size"],
+        "intermediate_size": size,
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "num_shared_experts": shared,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "sigmoid" if sigmoid else "softmax",
+        "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
+    }
+
+
+def mellum(facts: Facts) -> Values:
+    """Mellum 2, whose experts' weights add up to 1, as llama.cpp knows."""
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SOFTMAX)
+    meta.expect("expert_weights_norm", True)
+    values = common(facts, "MellumForCausalLM")
+    layers, window = values["num_hidden_layers"], meta.get(_WINDOW, int, 0)
+    rope: dict[str, Any] = values["rope_parameters"]
+    theta = meta.get("rope.freq_base_swa", float, rope["rope_theta"])
+    types = kinds(facts, own_base=True) if window else [_FULL] * layers
+    return values | {
+        "attention_bias": facts.has_qkv_bias(),
+        "sliding_window": window or None,
+        "layer_types": types,
+        "rope_parameters": {_FULL: rope, _SLIDING: {"rope_theta": theta}},
+        "mlp_layer_types": _feed_forward_kinds(facts, layers),
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "norm_topk_prob": True,
+    }
