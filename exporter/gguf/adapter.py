@@ -113,8 +113,8 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
             )
         deltas |= modules[name].deltas(plain, a, scaled)
     named = next((meta[key] for key in _BASE if isinstance(meta.get(key), str)), None)
-    told = [found if isinstance(found := meta.get(key), str) else "" for key in _FOR_PEOPLE]
-    return GgufAdapter(LoraAdapter(deltas), named, *told, invocation)
+    task, prefix = (found if isinstance(found := meta.get(key), str) else "" for key in _FOR_PEOPLE)
+    return GgufAdapter(LoraAdapter(deltas), named, task, prefix, invocation)
 
 
 def _check_kind(path: Path, meta: Mapping[str, Any]) -> float:

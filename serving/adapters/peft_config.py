@@ -55,6 +55,8 @@ _ADVICE: Final[Mapping[str, str]] = {
     "init_lora_weights": "it changes the base model's weights; save the adapter again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
     "modules_to_save": "it replaces whole layers; export the merged model instead",
+    "invocation_string": "of an aLoRA that is older than PEFT's; write alora_invocation_tokens in "
+    "its place, the ids of the tokens that it begins to act at",
     "use_dora": "export the merged model instead",
     "bias": "biases of the base model were trained too; export the merged model instead",
 }
