@@ -23,7 +23,8 @@ from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.serving.activated import activated, border, by_hand, logits_by_hand
 from tests.serving.adapting import adapter_engine, content, mixed_with, null_options
-from tests.serving.helpers import checked_step, null_model, run, submit, tokens
+from tests.serving.helpers import checked_step, null_engine, null_model, run, submit, tokens
+from tests.serving.pooling import MEAN, embed
 from tests.serving.prophet import Prophet
 from tests.tiers import examples
 
@@ -238,6 +239,27 @@ def test_log_probabilities_of_the_prompt(budget: int) -> None:
     np.testing.assert_allclose(told, wanted[range(len(prompt) - 1), prompt[1:]], atol=1e-4)
 
 
+def test_vectors_of_prompts() -> None:
+    """The mean of what is made of all tokens: of those before the invocation, by the model."""
+    prompt = [*CONTEXT, *A, 5]
+    found: dict[str, list[bytes]] = {}
+    for budget in (5, 64):
+        engine = null_engine(
+            embedder=MEAN, max_adapters=2, max_num_seqs=4, max_num_batched_tokens=budget
+        )
+        for name in ("a", "c"):
+            engine.adapters.load(name, activated(0, *(A if name == "a" else ())))
+        for name in (None, "a", "c"):
+            for told, size in (("whole", len(prompt)), ("context", len(CONTEXT))):
+                embed(engine, f"{name} {told}", prompt[:size], adapter=name)
+        for request_id, (delta,) in run(engine).items():
+            assert delta.embedding is not None
+            found.setdefault(request_id, []).append(delta.embedding.tobytes())
+    assert all(one == other for one, other in found.values())
+    assert found["a context"] == found["None context"] != found["c context"]
+    assert len({found[f"{name} whole"][0] for name in (None, "a", "c")}) == 3
+
+
 # The prefix cache.
 
 
@@ -286,6 +308,21 @@ def test_the_same_tokens_with_another_border_share_what_is_before_both() -> None
     assert cached(engine, [*CONTEXT, *A, *CONTEXT]) == 44  # the model's, which that one computed
 
 
+def test_the_same_block_with_another_border_inside_is_not_shared() -> None:
+    """Here the invocation comes in the answer of one, and in the prompt of the other."""
+    engine = adapter_engine()
+    engine.adapters.load("a", activated(0, 9))
+    prompt = [*CONTEXT[:20], 9, 7]
+    nines = SamplingParams(temperature=0.0, max_tokens=4, logit_bias={9: 100.0})
+    submit(engine, "one", prompt, nines, adapter="a")
+    assert tokens(run(engine)["one"]) == [9] * 4
+    prompt += [9, 9, 5]
+    submit(engine, "two", prompt, SIX, adapter="a")
+    deltas = run(engine)["two"]
+    assert tokens(deltas) == by_hand(0, 23, prompt, 6)
+    assert deltas[0].num_cached_tokens == 20
+
+
 def test_other_salts_share_nothing() -> None:
     engine = alora_engine()
     cached(engine, CONTEXT)
@@ -323,12 +360,13 @@ def test_the_name_means_another_adapter_by_the_time_of_the_start(
     assert deltas[0].num_cached_tokens == (0 if start == 0 else 20)
 
 
-def test_states_behind_shared_blocks() -> None:
-    """The state that the model left behind its last block is gone on from."""
+@pytest.mark.parametrize("first", [None, "a"])
+def test_states_behind_shared_blocks(first: str | None) -> None:
+    """The state behind the last block before the invocation is gone on from, whoever left it."""
     engine = alora_engine(state_slots=16, max_adapters=2, config={"max_host_adapters": 3})
     for name, prompt, found in (
-        (None, CONTEXT, 0),
-        ("a", [*CONTEXT, *A, 5], 20),
+        (first, CONTEXT if first is None else [*CONTEXT, *A, 5], 0),
+        ("a", [*CONTEXT, *A, 5], 20 if first is None else 24),
         ("b", [*CONTEXT, *B, 5], 20),
         ("c", [*CONTEXT, *B, 5], 0),
         ("a", [*CONTEXT, *A, 5], 24),
