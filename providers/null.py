@@ -153,8 +153,10 @@ class NullModel:
             raise ProviderError(f"run {number} was told to fail")
         marks = np.arange(len(tables), dtype=np.int64)[:, None] << MARK_BITS
         self._tokens[blocks, slots] = inputs.input_ids + marks
-        if inputs.adapter_slots is not None:  # K/V depend on the adapter
-            self._tokens[blocks, slots] += self._adapter_marks(inputs.adapter_slots)[rows]
+        added = None
+        if inputs.adapter_slots is not None:  # K/V depend on the adapter, and so do states
+            added = self._adapter_marks(inputs.adapter_slots)
+            self._tokens[blocks, slots] += added[rows]
         self._positions[blocks, slots] = positions
         hashes = np.zeros((len(past), int((past + new).max())), np.uint64)
         for group, window in enumerate(self.options.windows):
@@ -163,7 +165,7 @@ class NullModel:
             hashes += _hashes(tokens + ((group - stored) << MARK_BITS), window)
         made = hashes[rows, positions]
         if self.options.state_slots:
-            made += self._states.step(inputs)
+            made += self._states.step(inputs, None if added is None else added.tolist())
         if inputs.hidden_states is not None and self.options.final_features:
             inputs.hidden_states[:] = self._final(made)
         logits = self._logits(made[inputs.logits_indices])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,12 @@ class NullStates:
         self._hashes = [0] * (num_slots + 1)
         self._num_tokens = [0, *([_UNDEFINED] * num_slots)]
 
-    def step(self, inputs: StepInputs) -> NDArray[np.uint64]:
+    def step(self, inputs: StepInputs, marks: Sequence[int] | None = None) -> NDArray[np.uint64]:
         """Go on from the slots that a step reads; returns the state after each token, [num_tokens].
+
+        Args:
+            inputs: of the step.
+            marks: what the adapter of each row adds to its tokens; None: nothing.
 
         Raises:
             AssertionError: a row reads a slot that is not of the tokens before it.
@@ -45,9 +49,9 @@ class NullStates:
                 f"row {row} goes on after {past[row]} tokens, and slot {read} is the state of "
                 f"{'what is undefined' if number == _UNDEFINED else number}"
             )
-            state = self._hashes[read]
+            state, mark = self._hashes[read], marks[row] if marks else 0
             for token in tokens[ends[row] : ends[row + 1]]:
-                state = _mix((state + token + 1) * _FACTOR & _BITS)
+                state = _mix((state + token + mark + 1) * _FACTOR & _BITS)
                 found.append(state)
             self._hashes[write] = state
             self._num_tokens[write] = past[row] + int(ends[row + 1] - ends[row])

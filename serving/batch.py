@@ -263,7 +263,16 @@ def _adapter_slots(plan: StepPlan, slot_of: SlotOf | None) -> NDArray[np.int32] 
     if all(request.adapter is None for request in plan.requests):
         return None
     assert slot_of is not None
-    return np.array([slot_of(request.adapter) for request in plan.requests], np.int32)
+    rows = zip(plan.requests, plan.num_past, plan.num_new, strict=True)
+    slots = [_slot(request, past, past + new, slot_of) for request, past, new in rows]
+    return np.array(slots, np.int32) if any(slots) else None
+
+
+def _slot(request: Request, start: int, end: int, slot_of: SlotOf) -> int:
+    """Return the adapter slot of a row that computes tokens `start` to `end - 1`."""
+    first = request.adapter_start
+    assert end <= first or start >= first, f"{request} computes {start} to {end} past {first}"
+    return slot_of(request.adapter) if start >= first else 0
 
 
 def _logits_indices(plan: StepPlan, ends: list[int]) -> list[int]:

@@ -269,7 +269,8 @@ class Draft:
     def extend(self, row: int, budget: int) -> int:
         """Give a row up to `budget` more tokens and the blocks for them; returns how many.
 
-        It ends where its state should be kept, and gets no more in this step then.
+        It ends where its state should be kept, or its adapter begins, and gets no more in this
+        step then.
         """
         request = self.requests[row]
         block_size = self._pool.block_size
@@ -277,7 +278,7 @@ class Draft:
         left = len(request.tokens) - num_past
         if request.scores_missing:
             left = min(left, MOST_SCORED - self.num_new[row])
-        for stop in self.stops.get(request, ()):
+        for stop in self._ends(request):
             if self.num_past[row] < stop and num_past <= stop:
                 left = min(left, stop - num_past)
         shared = self.shared.get(row, NOTHING)
@@ -327,8 +328,12 @@ class Draft:
     def chunk(self, request: Request) -> int:
         """How many tokens of a prompt a step may compute: up to its next stop."""
         start = self.start(request)
-        stops = [stop for stop in self.stops[request] if stop > start]
+        stops = [stop for stop in self._ends(request) if stop > start]
         return min([len(request.tokens), *stops]) - start
+
+    def _ends(self, request: Request) -> tuple[int, ...]:
+        """After how many of its tokens a step of a prompt ends, whatever is left of the budget."""
+        return *self.stops.get(request, ()), request.adapter_start
 
     def claim(self, request: Request) -> int:
         """How many blocks a running prompt has still to take; 0 for one that decodes."""

@@ -64,11 +64,13 @@ class Hits:
         return range(start, min(len(request.keys), (len(request.tokens) - 1) // block_size))
 
     def stops(self, request: Request) -> tuple[int, ...]:
-        """After how many tokens the state of a prompt should be kept, ascending.
+        """After how many tokens the state of a prompt should be kept.
 
         That is behind the last whole block, and where it parts from one that was computed before:
-        if two have begun so, a third one may. None where there is nothing to keep, nor of a prompt
-        that is embedded and has to be computed as a whole: those like it would not read it either.
+        if two have begun so, a third one may. And behind the last one before its adapter begins,
+        which others have in common with it where adapters take turns. None where there is nothing
+        to keep, nor of a prompt that is embedded and has to be computed as a whole: those like it
+        would not read it either.
         """
         keys = request.keys
         if self._states is None or keys is None:
@@ -79,7 +81,8 @@ class Hits:
         start = request.num_computed_tokens // block_size
         last = min(len(keys), (len(request.tokens) - 1) // block_size)
         parts = next((one for one in range(start, last) if find(keys.key(one)) is None), last)
-        return parts * block_size, last * block_size
+        before = request.adapter_start // block_size
+        return parts * block_size, last * block_size, before * block_size
 
     def look_up(self, draft: Draft, request: Request) -> bool:
         """Find what is cached of a prompt; False if another row computes its next block already.

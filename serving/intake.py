@@ -10,10 +10,9 @@ from functools import partial
 from typing import Final
 
 from onnxport.errors import RequestError
-from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.providers.base import Capabilities
-from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.adapters.registry import AdapterRegistry
+from onnxport.serving.adapters.use import Use
 from onnxport.serving.beams import BeamGroup, Beginning
 from onnxport.serving.classifying import NO_CLASSES, Classifier, ClassPooler
 from onnxport.serving.config import EngineConfig, LogprobsMode
@@ -143,10 +142,10 @@ class Intake:
         infill = infill_rule(params, self._tokenizer, end_ids)
         rules = logit_rules(params, end_ids, limits.vocab_size, encode, budget, dry)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        adapter = self._adapters.pick(options)
+        use = Use.of(self._adapters.pick(options), tokens)
         keys = None
         if self._config.enable_prefix_caching and params.prompt_logprobs is None:
-            keys = _keys(adapter, options, limits)
+            keys = use.keys(options.cache_salt, limits.block_size)
             keys.extend(tokens)
         arrival_s = clock()
 
@@ -176,7 +175,8 @@ class Intake:
                 keys=None if index else keys,
                 rules=rules,
                 grammar=grammar.sequence(len(tokens)) if grammar else None,
-                adapter=adapter,
+                adapter=use.adapter,
+                adapter_start=use.start,
                 text=text_stream(),
                 logprobs_mode=DRAWN if options.tells_drawn else self._config.logprobs_mode,
                 infill=infill,
@@ -294,10 +294,10 @@ class Intake:
         self._check(prompt, sampling, options, max_num_seqs)
         tokens = self._tokens(prompt, limits)
         longest = max_total_tokens(len(tokens), 1, limits, only_prompt=True)
-        adapter = self._adapters.pick(options)
+        use = Use.of(self._adapters.pick(options), tokens)
         keys = None
         if self._config.enable_prefix_caching:
-            keys = _keys(adapter, options, limits)
+            keys = use.keys(options.cache_salt, limits.block_size)
             keys.extend(tokens)
         return Request(
             request_id,
@@ -308,7 +308,8 @@ class Intake:
             prompt=prompt if isinstance(prompt, str) else None,
             arrival_time_s=clock(),
             keys=keys,
-            adapter=adapter,
+            adapter=use.adapter,
+            adapter_start=use.start,
         )
 
     def _tokens(self, prompt: str | Sequence[int], limits: Capabilities) -> array[int]:
@@ -336,14 +337,14 @@ class Intake:
             UnknownAdapterError: an adapter that it names is loaded no more.
             RequestError: another one has its name, and the rank of a sum became too large.
         """
-        had, adapter = request.adapter, self._adapters.pick(request.options)
-        if request.keys is not None and fingerprint_of(adapter) != fingerprint_of(had):
-            request.keys = _keys(adapter, request.options, self._sizes[0])
+        had, options = Use(request.adapter, request.adapter_start), request.options
+        use = Use.of(self._adapters.pick(options), request.tokens)
+        if request.keys is not None and use.content != had.content:
+            request.keys = use.keys(options.cache_salt, self._sizes[0].block_size)
             request.keys.extend(request.tokens)
-        if adapter is not None:
-            adapter = self._adapters.hold(adapter)
+        adapter = None if use.adapter is None else self._adapters.hold(use.adapter)
         for one in (request, *request.siblings):
-            one.adapter = adapter
+            one.adapter, one.adapter_start = adapter, use.start
 
     def _check(
         self,
@@ -380,17 +381,6 @@ class Intake:
                 "priority or fair",
                 "priority",
             )
-
-
-def fingerprint_of(adapter: Adapter | None) -> str | None:
-    """Return what names the content of an adapter; None: there is none."""
-    return None if adapter is None else adapter.fingerprint
-
-
-def _keys(adapter: Adapter | None, options: RequestOptions, limits: Capabilities) -> KeyChain:
-    """Return the keys of a sequence that is empty so far."""
-    root = root_key(fingerprint_of(adapter), options.cache_salt)
-    return KeyChain(root, limits.block_size)
 
 
 def _text_stream(pieces: Pieces, params: SamplingParams) -> TextStream:

@@ -29,6 +29,8 @@ The policy:
   more than it costs (`hits.COST_OF_SHORT_STEP`), and that one stops where the two part. Nothing
   links them here, either: whoever comes first in the next plan computes what they have in common,
   so nobody waits for one that is gone or has passed by.
+* A prompt stops for a step where its adapter begins to act (`Request.adapter_start`): a row has one
+  slot for all of its tokens.
 * The beams of a search start and yield together: what each of them needs next is known only when
   all have been computed as far.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are

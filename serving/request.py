@@ -101,6 +101,8 @@ class Request:
             computed; None if nobody asked, or when they have been delivered.
         logprobs_mode: what log probabilities are of.
         adapter: its LoRA adapter; None: the model alone.
+        adapter_start: the number of the first token that the adapter acts on, one of the prompt's;
+            those before it are computed by the model alone, and no step has tokens of both.
         pooler: makes a vector of the prompt, or numbers of labels, and nothing is generated; None:
             tokens are.
         beams: the beam search that it is a slot of; None: none, its tokens are drawn.
@@ -110,6 +112,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "adapter_start",
         "allowed_words",
         "beams",
         "deadline_s",
@@ -173,6 +176,7 @@ class Request:
         rules: LogitRules | None = None,
         grammar: Grammar | None = None,
         adapter: Adapter | None = None,
+        adapter_start: int = 0,
         text: TextStream | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         infill: InfillRule | None = None,
@@ -218,6 +222,7 @@ class Request:
         self.seed = seed
         self.logprobs_mode = logprobs_mode
         self.adapter = adapter
+        self.adapter_start = adapter_start
         self.table = BlockTable()
         self.state = NO_TOKENS
         self.keeps_state = False

@@ -27,6 +27,7 @@ from onnxport.exporter.gguf.checkpoint import halves
 from onnxport.exporter.gguf.layouts import layout
 from onnxport.exporter.gguf.orders import Order, orders
 from onnxport.exporter.gguf.shard import GgufShard
+from onnxport.graphs.invocation import read_invocation
 from onnxport.graphs.lora import LoraAdapter, LoraDelta, Projection
 from onnxport.graphs.lora_module import Module
 from onnxport.graphs.spec import ArchSpec
@@ -38,7 +39,7 @@ _ALPHA: Final = "adapter.lora.alpha"
 _INVOCATION: Final = "adapter.alora.invocation_tokens"
 _PREFIX: Final = "adapter."
 _FOR_PEOPLE: Final = ("adapter.lora.task_name", "adapter.lora.prompt_prefix")
-_READ: Final = (_ADAPTER_TYPE, _ALPHA, *_FOR_PEOPLE)
+_READ: Final = (_ADAPTER_TYPE, _ALPHA, _INVOCATION, *_FOR_PEOPLE)
 _BASE: Final = ("general.base_model.0.repo_url", "general.base_model.0.name")
 _SPLIT: Final = "split.count"
 
@@ -65,6 +66,7 @@ class GgufAdapter:
     base_model: str | None  # what the file says it was trained on
     task_name: str = ""  # what it says to people
     prompt_prefix: str = ""
+    invocation: tuple[int, ...] = ()  # of an aLoRA: the tokens that it begins with
 
 
 def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
@@ -89,6 +91,7 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
     with closing(shard):
         meta = shard.metadata
         alpha = _check_kind(path, meta)
+        invocation = read_invocation(f"{path}: {_INVOCATION}", meta.get(_INVOCATION), base)
         architecture = _check_architecture(path, meta, base)
         modules = modules_of(architecture, base)
         pairs = _read_pairs(shard, modules, base)
@@ -110,8 +113,8 @@ def read_adapter(path: Path, base: ArchSpec) -> GgufAdapter:
             )
         deltas |= modules[name].deltas(plain, a, scaled)
     named = next((meta[key] for key in _BASE if isinstance(meta.get(key), str)), None)
-    told = [found if isinstance(found := meta.get(key), str) else "" for key in _FOR_PEOPLE]
-    return GgufAdapter(LoraAdapter(deltas), named, *told)
+    task, prefix = (found if isinstance(found := meta.get(key), str) else "" for key in _FOR_PEOPLE)
+    return GgufAdapter(LoraAdapter(deltas), named, task, prefix, invocation)
 
 
 def _check_kind(path: Path, meta: Mapping[str, Any]) -> float:
@@ -124,11 +127,6 @@ def _check_kind(path: Path, meta: Mapping[str, Any]) -> float:
         raise AdapterError(f"{path}: {_ADAPTER_TYPE} is {kind!r}; 'lora' can be served")
     if meta.get(_SPLIT, 1) not in (0, 1):
         raise AdapterError(f"{path} is one of {meta[_SPLIT]} parts; an adapter has to be one file")
-    if _INVOCATION in meta:
-        raise AdapterError(
-            f"{path} has {_INVOCATION}: an aLoRA, which adds to the tokens behind these alone, "
-            "cannot be served; one that adds to all tokens can"
-        )
     if unknown := sorted(key for key in meta if key.startswith(_PREFIX) and key not in _READ):
         raise AdapterError(
             f"{path} has keys that are not known, and might change the result: {_some(unknown)}; "

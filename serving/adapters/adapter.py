@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +26,26 @@ class Adapter:
     task_name: str = ""  # of people, likewise
     prompt_prefix: str = ""
     parts: tuple[tuple[Adapter, float], ...] = ()  # of a mix, each with its scale, ascending
+    invocation: tuple[int, ...] = ()  # of an aLoRA: the tokens that it begins with
     ranks: Ranks = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def members(self) -> tuple[Adapter, ...]:
         """The loaded adapters that it is made of: itself, or those of the mix."""
         return tuple(part for part, _ in self.parts) or (self,)
+
+    def start_in(self, prompt: array[int]) -> int | None:
+        """Return the number of the token of a prompt that it acts from, from 0; None: from none.
+
+        An aLoRA acts from the first token of the last occurrence of its invocation in the prompt,
+        and nowhere without one; any other adapter on all tokens. Source: PEFT's
+        `calculate_alora_offsets`, which counts from the end.
+        """
+        if not self.invocation:
+            return 0
+        content = prompt.tobytes()
+        wanted = array(prompt.typecode, self.invocation).tobytes()
+        end = len(content)
+        while (found := content.rfind(wanted, 0, end)) % prompt.itemsize and found >= 0:
+            end = found + len(wanted) - 1  # it began inside of a token
+        return found // prompt.itemsize if found >= 0 else None

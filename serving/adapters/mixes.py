@@ -36,7 +36,7 @@ def mix_of(pairs: Iterable[tuple[Adapter, float]], max_rank: int) -> Adapter | N
         none is left.
 
     Raises:
-        RequestError: it has a larger rank than a slot.
+        RequestError: it has a larger rank than a slot, or its parts begin at other tokens.
     """
     parts = tuple(
         sorted(((one, scale) for one, scale in pairs if scale), key=lambda pair: pair[0].number)
@@ -46,6 +46,7 @@ def mix_of(pairs: Iterable[tuple[Adapter, float]], max_rank: int) -> Adapter | N
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
     name = " + ".join(f"{scale:g} * {one.name}" for one, scale in parts)
+    invocation = _invocation_of(name, [one for one, _ in parts])
     ranks = joint_ranks(one.ranks for one, _ in parts)
     rank = max(ranks.values(), default=0)
     if rank > max_rank:
@@ -56,7 +57,26 @@ def mix_of(pairs: Iterable[tuple[Adapter, float]], max_rank: int) -> Adapter | N
         )
     content = sorted((one.fingerprint, scale) for one, scale in parts)
     digest = hashlib.sha256(json.dumps(["mix", content]).encode()).hexdigest()
-    return Adapter(name, 0, digest, rank, Path(), None, parts=parts, ranks=ranks)
+    return Adapter(
+        *(name, 0, digest, rank, Path(), None), parts=parts, invocation=invocation, ranks=ranks
+    )
+
+
+def _invocation_of(name: str, members: Sequence[Adapter]) -> tuple[int, ...]:
+    """Return what all parts of a sum begin with, for a slot acts on a token as a whole."""
+    if len({one.invocation for one in members}) > 1:
+        told = ", ".join(
+            f"{one.name} at the tokens {list(one.invocation)}"
+            if one.invocation
+            else f"{one.name} at the first token"
+            for one in members
+        )
+        raise RequestError(
+            f"the LoRA adapters of the sum {name} begin at different tokens: {told}; an aLoRA goes "
+            "alone, or with others of the same invocation tokens",
+            "lora",
+        )
+    return members[0].invocation
 
 
 def joint_ranks(several: Iterable[Ranks]) -> Ranks:

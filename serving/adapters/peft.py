@@ -16,6 +16,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from onnxport.errors import AdapterError
+from onnxport.graphs.invocation import read_invocation
 from onnxport.graphs.lora import LoraAdapter, LoraDelta, Projection
 from onnxport.graphs.lora_module import Module
 from onnxport.graphs.spec import ArchSpec
@@ -58,6 +59,7 @@ class AdapterContent:
     base_model: str | None  # what its configuration says it was trained on
     task_name: str = ""  # what a file says to people
     prompt_prefix: str = ""
+    invocation: tuple[int, ...] = ()  # of an aLoRA: the tokens that it begins with
 
 
 def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
@@ -73,6 +75,8 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     """
     config = read_config(folder)
     _check_base(folder, base)
+    where = f"{config.path}: alora_invocation_tokens"
+    invocation = read_invocation(where, config.invocation, base)
     pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
     parent = next(
         (one for one in _PARENTS if any(name.startswith(f"{one}.layers.") for name in pairs)),
@@ -98,7 +102,9 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
             )
         deltas |= modules[module].deltas(base, a, scaled)
     adapter = LoraAdapter(deltas)
-    return AdapterContent(adapter, fingerprint(adapter), folder, config.base_model)
+    return AdapterContent(
+        *(adapter, fingerprint(adapter), folder, config.base_model), invocation=invocation
+    )
 
 
 def fingerprint(adapter: LoraAdapter) -> str:

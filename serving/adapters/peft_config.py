@@ -33,7 +33,7 @@ _ANY: Final[object] = object()  # every value is neutral
 _OBEYED: Final = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    "base_model_name_or_path",
+    *("base_model_name_or_path", "alora_invocation_tokens"),
 )
 # Field -> values that change nothing, besides null and whatever is empty or false.
 _NEUTRAL: Final[Mapping[str, Any]] = {
@@ -55,6 +55,8 @@ _ADVICE: Final[Mapping[str, str]] = {
     "init_lora_weights": "it changes the base model's weights; save the adapter again with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)",
     "modules_to_save": "it replaces whole layers; export the merged model instead",
+    "invocation_string": "of an aLoRA that is older than PEFT's; write alora_invocation_tokens in "
+    "its place, the ids of the tokens that it begins to act at",
     "use_dora": "export the merged model instead",
     "bias": "biases of the base model were trained too; export the merged model instead",
 }
@@ -78,6 +80,7 @@ class PeftConfig:
     layers: frozenset[int] | None  # the only ones; None: all
     layers_patterns: tuple[str, ...]  # what a layer's number follows
     base_model: str | None  # what it was trained on, as PEFT was told
+    invocation: Any = None  # `alora_invocation_tokens` as they stand there; see `read_invocation`
 
     @property
     def largest_rank(self) -> int:
@@ -225,6 +228,7 @@ class _Reader:
                 (patterns,) if isinstance(patterns, str) else patterns, _layer_number
             ),
             base_model=self._text("base_model_name_or_path"),
+            invocation=self._fields.get("alora_invocation_tokens"),
         )
 
     def _error(self, name: str, wanted: str) -> AdapterError:

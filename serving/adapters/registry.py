@@ -221,6 +221,7 @@ class AdapterRegistry:
             *(content.path, content.base_model),
             next(self._places) if previous is None else previous.place,
             *(content.task_name, content.prompt_prefix),
+            invocation=content.invocation,
             ranks=content.adapter.ranks,
         )
         entry = Entry(adapter, content.adapter, last_used=next(self._uses))
@@ -356,7 +357,12 @@ class AdapterRegistry:
         """Refuse what makes the rank of the sum too large that requests get which pick none."""
         if previous.name not in self._scales:
             return
-        coming = replace(previous, rank=content.adapter.rank, ranks=content.adapter.ranks)
+        coming = replace(
+            previous,
+            rank=content.adapter.rank,
+            ranks=content.adapter.ranks,
+            invocation=content.invocation,
+        )
         found = {name: self._loaded[name] for name in self._scales} | {previous.name: coming}
         try:
             self._sum((found[name], scale) for name, scale in self._scales.items())

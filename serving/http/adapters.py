@@ -96,9 +96,18 @@ def listed(service: Service) -> list[dict[str, Any]]:
             "scale": scales.get(one.name, 0.0),
             "task_name": one.task_name,
             "prompt_prefix": one.prompt_prefix,
+            **_invocation(service, one.invocation),
         }
         for one in sorted(service.engine.adapters, key=lambda one: one.place)
     ]
+
+
+def _invocation(service: Service, tokens: Sequence[int]) -> dict[str, Any]:
+    """Return what is told of an aLoRA's invocation; of any other adapter, nothing."""
+    if not tokens:
+        return {}
+    text = service.tokenizer.decode(tokens, skip_special_tokens=False)
+    return {"alora_invocation_string": text, "alora_invocation_tokens": list(tokens)}
 
 
 def scales_of(

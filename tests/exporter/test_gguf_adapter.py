@@ -164,6 +164,13 @@ def test_what_is_for_people_changes_nothing(tmp_path: Path) -> None:
     )
 
 
+def test_invocation_tokens(tmp_path: Path) -> None:
+    key = "adapter__alora__invocation_tokens"
+    path = write(tmp_path / "a.gguf", tensors_of(LLAMA), **{key: [5, 9, 5]})
+    assert read_any(path, LLAMA).invocation == (5, 9, 5)
+    assert read_any(write(tmp_path / "b.gguf", tensors_of(LLAMA)), LLAMA).invocation == ()
+
+
 @pytest.mark.parametrize(
     ("meta", "words"),
     [
@@ -176,7 +183,10 @@ def test_what_is_for_people_changes_nothing(tmp_path: Path) -> None:
         ({"general__architecture": None}, "general.architecture is None"),
         ({"adapter__lora__alpha": "8"}, "alpha is '8', expected a finite number"),
         ({"adapter__lora__alpha": float("inf")}, "alpha is inf, expected a finite number"),
-        ({"adapter__alora__invocation_tokens": [1, 2]}, "an aLoRA, .* cannot be served"),
+        ({"adapter__alora__invocation_tokens": 7}, "invocation_tokens is 7; it must be a list"),
+        ({"adapter__alora__invocation_tokens": ["<a>"]}, r"invocation_tokens is \['<a>'\]; it "),
+        ({"adapter__alora__invocation_tokens": [3, 9999]}, "tokens 0 to .*, not 9999; .* another"),
+        ({"adapter__alora__tokens": [1]}, "might change .*: adapter.alora.tokens; known"),
         ({"adapter__lora__dora": 1}, "not known, and might change .*: adapter.lora.dora; known"),
         ({"split__count": 2}, "is one of 2 parts"),
     ],

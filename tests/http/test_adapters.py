@@ -305,3 +305,80 @@ def test_whoever_runs_the_server_keeps_the_scales(server: RunningServer) -> None
     assert answer.status_code == 403
     assert "--lora-scaled" in answer.text
     assert httpx.get(f"{server.url}/lora-adapters").json() == []
+
+
+# aLoRAs, which begin at their invocation.
+
+INVOCATIONS: dict[str, list[int]] = {"one": [40, 41], "two": [42, 43]}
+CONTEXT = "the sea is wide, and the land is far away; "
+
+
+@pytest.fixture
+def aloras(lora_server: RunningServer, tmp_path: Path) -> RunningServer:
+    for seed, (name, told) in enumerate(INVOCATIONS.items()):
+        tensors = random_tensors(seed=seed)
+        folder = write_adapter(tmp_path / name, tensors, alora_invocation_tokens=told)
+        assert load(lora_server, name, folder).status_code == 200
+    return lora_server
+
+
+def spelled(server: RunningServer) -> list[str]:
+    """The texts of the invocations, as the server tells them."""
+    listed = httpx.get(f"{server.url}/lora-adapters").json()
+    return [one["alora_invocation_string"] for one in listed]
+
+
+def test_what_is_told_of_aloras(aloras: RunningServer) -> None:
+    listed = httpx.get(f"{aloras.url}/lora-adapters").json()
+    assert [one["alora_invocation_tokens"] for one in listed] == [*INVOCATIONS.values()]
+    for text, tokens in zip(spelled(aloras), INVOCATIONS.values(), strict=True):
+        asked = httpx.post(f"{aloras.url}/detokenize", json={"tokens": tokens})
+        assert asked.json()["content"] == text
+
+
+def test_aloras_share_the_models_cache(aloras: RunningServer, folders: list[Path]) -> None:
+    """By texts, token ids and chats; where no invocation is, the model answers alone."""
+    calls = spelled(aloras)
+
+    def completed(model: str, prompt: Any) -> tuple[str, int]:
+        ask = {**ASK, "prompt": prompt}
+        answer = post(aloras, "completions", model=model, **ask).json()
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return answer["choices"][0]["text"], details.get("cached_tokens", 0)
+
+    plain = completed(MODEL, CONTEXT + calls[0])[0]
+    changed, cached = completed("one", CONTEXT + calls[0])
+    assert changed != plain
+    assert cached == 32  # of 43 before the invocation, in blocks of 16
+    body = {"prompt": CONTEXT + calls[0]}
+    ids = httpx.post(f"{aloras.url}/tokenize", json=body).json()["tokens"]
+    assert completed("one", ids)[0] == changed
+    assert completed("two", CONTEXT + calls[1])[1] == 32
+    assert completed("one", CONTEXT + calls[1])[0] == completed(MODEL, CONTEXT + calls[1])[0]
+
+    def said(model: str, content: str) -> str:
+        chat: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+        chat["messages"] = [{"role": "user", "content": content}]
+        answer = post(aloras, "chat/completions", model=model, **chat).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    assert said("one", CONTEXT + calls[0]) != said(MODEL, CONTEXT + calls[0])
+    assert said("one", CONTEXT) == said(MODEL, CONTEXT)
+    assert load(aloras, "two", folders[1], load_inplace=True).status_code == 200
+    assert completed("two", CONTEXT + calls[0])[1] == 0  # a LoRA shares nothing
+
+
+def test_sums_with_aloras(aloras: RunningServer) -> None:
+    listed = httpx.get(f"{aloras.url}/lora-adapters").json()
+    lora = [{"id": one["id"], "scale": 1} for one in listed]
+    answer = scaled(aloras, lora=lora)
+    assert answer.status_code == 400
+    assert "begin at different tokens" in answer.json()["error"]["message"]
+    prompt = CONTEXT + spelled(aloras)[0]
+    texts = [
+        scaled(aloras, prompt=prompt, lora=[{"id": lora[0]["id"], "scale": scale}]).json()[
+            "content"
+        ]
+        for scale in (0, 0.5, 1)
+    ]
+    assert len(set(texts)) == 3

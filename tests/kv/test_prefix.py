@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxport.kv.prefix import KeyChain, root_key, unit_tokens
+from onnxport.kv.prefix import Branch, KeyChain, root_key, unit_tokens
 
 
 def chain(tokens: Sequence[int], block_size: int = 4, root: bytes | None = None) -> KeyChain:
@@ -47,6 +47,36 @@ def expected_units(tokens: Sequence[int], unit: int, root: bytes) -> list[bytes]
         parent = hashlib.sha256(parent + data).digest()
         found.append(parent)
     return found
+
+
+@given(
+    st.lists(st.integers(0, 99), max_size=70),
+    st.integers(1, 70),
+    st.sampled_from([3, 4, 16, 32]),
+    st.integers(0, 70),
+)
+def test_a_branch_has_other_keys_from_its_unit_on(
+    tokens: list[int], start: int, block_size: int, cut: int
+) -> None:
+    unit, branch = unit_tokens(block_size), Branch.of("a", start)
+    plain = expected_units(tokens, unit, root_key())
+    before = plain[: start // unit]
+    parent = hashlib.sha256((before[-1] if before else root_key()) + branch.name).digest()
+    expected = [*before, *expected_units(tokens[len(before) * unit :], unit, parent)]
+    made = KeyChain(root_key(), block_size, branch)
+    made.extend(array("q", tokens[:cut]))
+    for grown in (made, made.copy(), made.first(cut // 2), made.for_block_size(block_size)):
+        grown.extend(array("q", tokens))
+        units = block_size // unit
+        assert all_keys(grown) == expected[units - 1 :: units]
+    changed = [one != other for one, other in zip(expected, plain, strict=True)]
+    assert changed == [index >= start // unit for index in range(len(plain))]
+
+
+def test_a_branch_is_named_by_its_adapter_and_its_place() -> None:
+    names = {Branch.of(name, start).name for name in ("a", "b", "a1") for start in (1, 11, 111)}
+    assert len(names) == 9
+    assert root_key("a") not in names
 
 
 def test_the_root_is_a_hash_of_both_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -147,3 +148,15 @@ def check_same(found: LoraAdapter, expected: LoraAdapter, error: float = 0.0) ->
             np.testing.assert_allclose(
                 one, other, rtol=0, atol=error * np.abs(other).max(), err_msg=str(key)
             )
+
+
+def test_invocation_tokens(tmp_path: Path) -> None:
+    """Of an aLoRA, which the converter writes as numbers."""
+    spec, expected = written(MODELS["llama"], tmp_path)
+    config = tmp_path / "peft" / "adapter_config.json"
+    told = {**json.loads(config.read_text()), "alora_invocation_tokens": [7, 3, 7]}
+    config.write_text(json.dumps(told))
+    path = convert_adapter(tmp_path / "peft", tmp_path / "checkpoint", tmp_path / "a.gguf")
+    found = read_adapter(path, spec)
+    assert found.invocation == read_adapter(tmp_path / "peft", spec).invocation == (7, 3, 7)
+    assert found.fingerprint == expected.fingerprint

@@ -38,5 +38,5 @@ def read_gguf(path: Path, base: ArchSpec) -> AdapterContent:
     found = read(path, base)
     return AdapterContent(
         *(found.adapter, fingerprint(found.adapter), path, found.base_model),
-        *(found.task_name, found.prompt_prefix),
+        *(found.task_name, found.prompt_prefix, found.invocation),
     )
