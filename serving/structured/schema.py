@@ -32,8 +32,12 @@ FORMATS = (
     "hostname",
     "ipv4",
     "ipv6",
+    "json-pointer",
+    "relative-json-pointer",
     "time",
     "uri",
+    "uri-reference",
+    "uri-template",
     "uuid",
 )
 # Which JSON Schema knows and nothing here enforces. All others it lets mean nothing.
@@ -42,11 +46,7 @@ UNENFORCED_FORMATS = (
     "idn-hostname",
     "iri",
     "iri-reference",
-    "json-pointer",
     "regex",
-    "relative-json-pointer",
-    "uri-reference",
-    "uri-template",
 )
 DRAFT_4 = "http://json-schema.org/draft-04/schema"
 DIALECTS = (

@@ -145,13 +145,27 @@ def test_formats(name: str) -> None:
         ("uuid", "2eb8aa08-aa98-11ea-b4aa-73b441d16380", "2eb8aa08-aa98-11ea-b4aa-73b441d1638"),
         ("ipv4", "127.0.0.1", "256.0.0.1"),
         ("ipv6", "::ffff:0:1", "1:1:1"),
+        ("uri-reference", "", "a b"),
+        ("uri-reference", "//u:p@[2001:db8::7]:80/x?y#/z?", "//[2001:db8::7"),
+        ("uri-reference", "../a/b:c", "1a:b"),
+        ("uri-reference", "mailto:x@y.org", "%7"),
+        ("uri-reference", "a(1)!*'%c3%a9", "é"),
+        ("uri-template", "/u/{id}/{?q*,n:12}é%20", "/u/{id"),
+        ("uri-template", "{+a.b_1}🙂", "{a b}"),
+        ("uri-template", "{a,b:9}", "{=a}"),
+        ("uri-template", "a=1", "a'1"),
+        ("json-pointer", "/a~1b/~0//0 é", "/a~2"),
+        ("json-pointer", "", "a"),
+        ("relative-json-pointer", "10/a~0", "01/a"),
+        ("relative-json-pointer", "0#", "0#/a"),
+        ("relative-json-pointer", "3", "-1/a"),
     ],
 )
 def test_formats_by_example(name: str, right: str, wrong: str) -> None:
     for schema in ({"type": "string", "format": name}, {"anyOf": [{"format": name}]}):
         grammar = compiled(StructuredOutputs(json=schema))
-        assert accepts(grammar, json.dumps(right))
-        assert not accepts(grammar, json.dumps(wrong))
+        assert accepts(grammar, json.dumps(right, ensure_ascii=False))
+        assert not accepts(grammar, json.dumps(wrong, ensure_ascii=False))
 
 
 @pytest.mark.parametrize(
