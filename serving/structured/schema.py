@@ -80,6 +80,9 @@ HINTS = {
     "additionalItems": "write items and prefixItems as JSON Schema 2020-12 has them",
     "id": "remove it",
     "nullable": 'write a list of types, such as ["string", "null"]',
+    "propertyNames": "beside no properties it may be one pattern, lengths, or some formats; "
+    "otherwise values (enum, const)",
+    "unevaluatedProperties": "it may be false, without allOf, $ref and the like beside it",
 }
 Check = Callable[[Any], bool]
 
