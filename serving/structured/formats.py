@@ -13,23 +13,16 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
 from onnxport.serving.structured.schema import ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
+from onnxport.serving.structured.uri_formats import IPV6
+from onnxport.serving.structured.uri_formats import PATTERNS as URI_PATTERNS
 from onnxport.serving.structured.writable import writable
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DAY = f"^(?:[0-9]{{4}}-(?:02-(?:[01]|2[0-8])|0[13-9]|1)|{_LEAP_YEAR}-02-29)"
 _YEAR = "^[0-9]{0,3}[1-9]"
 _SECONDS = "^[^:]*:[^:]*:[0-5]"
-_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_HEX = "[0-9A-Fa-f]{1,4}"
-_LAST = rf"(?:{_HEX}:{_HEX}|{_OCTET}(?:\.{_OCTET}){{3}})"  # of 32 bits
-_SHORTENED = "|".join(  # by the most groups of 16 bits that are before ::
-    f"(?:(?:{_HEX}:){{0,{most - 1}}}{_HEX})?::{rest}" if most else f"::{rest}"
-    for most, rest in enumerate(
-        [*(f"(?:{_HEX}:){{{groups}}}{_LAST}" for groups in range(5, -1, -1)), _HEX, ""]
-    )
-)
-_IPV6 = f"^(?:(?:{_HEX}:){{6}}{_LAST}|{_SHORTENED})$"
-REPLACED: Mapping[str, str] = {"ipv6": _IPV6}  # instead of the format
+# Instead of the format.
+REPLACED: Mapping[str, str] = {"ipv6": f"^{IPV6}$", **URI_PATTERNS}
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "date": (_DAY, _YEAR),
     "date-time": (_DAY, _YEAR, _SECONDS),

@@ -12,6 +12,7 @@ from onnxport.serving.structured.closing import close
 from onnxport.serving.structured.exclusive import led_to, let_any_of
 from onnxport.serving.structured.generators import rewritten
 from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
+from onnxport.serving.structured.untyped import with_types
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def prepared(
         if is_closed or narrowed or strict is not None:
             left_out += let_any_of(result, always=strict is False)
         _check_narrowed(result, narrowed)
+        with_types(result)
         if is_closed or strict:
             close(result, always=is_closed)
     except ValueError as error:

@@ -32,8 +32,12 @@ FORMATS = (
     "hostname",
     "ipv4",
     "ipv6",
+    "json-pointer",
+    "relative-json-pointer",
     "time",
     "uri",
+    "uri-reference",
+    "uri-template",
     "uuid",
 )
 # Which JSON Schema knows and nothing here enforces. All others it lets mean nothing.
@@ -42,11 +46,7 @@ UNENFORCED_FORMATS = (
     "idn-hostname",
     "iri",
     "iri-reference",
-    "json-pointer",
     "regex",
-    "relative-json-pointer",
-    "uri-reference",
-    "uri-template",
 )
 DRAFT_4 = "http://json-schema.org/draft-04/schema"
 DIALECTS = (
@@ -80,6 +80,9 @@ HINTS = {
     "additionalItems": "write items and prefixItems as JSON Schema 2020-12 has them",
     "id": "remove it",
     "nullable": 'write a list of types, such as ["string", "null"]',
+    "propertyNames": "beside no properties it may be one pattern, lengths, or some formats; "
+    "otherwise values (enum, const)",
+    "unevaluatedProperties": "it may be false, without allOf, $ref and the like beside it",
 }
 Check = Callable[[Any], bool]
 

@@ -272,7 +272,9 @@ class StructuredOutputs:
         try:
             value = json.loads(given) if isinstance(given, str) else given
             return value, compact(value, allow_nan=False)
-        except (ValueError, TypeError, RecursionError) as error:
+        except RecursionError as error:
+            raise RequestError(f"{what} is nested too deep; flatten it", self._at(name)) from error
+        except (ValueError, TypeError) as error:
             raise RequestError(
                 f"{what} is not valid JSON: {error}; correct it", self._at(name)
             ) from error
@@ -281,7 +283,7 @@ class StructuredOutputs:
         """Return the checked choices.
 
         Raises:
-            RequestError: there are none, too many, or one is no text or empty.
+            RequestError: there are none, too many, or one is no text, empty, or not whole.
         """
         given: Any = self.choice
         right = isinstance(given, list | tuple) and all(
@@ -293,6 +295,8 @@ class StructuredOutputs:
                 f"choice is {what}; give 1 to {MAX_CHOICES} texts, none of them empty",
                 self._at("choice"),
             )
+        if not all(map(is_whole, given)):
+            raise RequestError(f"{NAMES['choice']} {HALF}", self._at("choice"))
         return tuple(given)
 
 

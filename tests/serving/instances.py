@@ -8,6 +8,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
+from .format_checks import format_checker
+
 TEXTS = (
     *("", "a", "ab", "abc", "abcd", "b", "xyz", "é", "éé", "aéz", "xx yy", 'q"q', "back\\slash"),
     *(
@@ -120,7 +122,8 @@ class Instances:
 
 
 def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
-    return Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    checker = format_checker(Draft202012Validator.FORMAT_CHECKER)
+    return Draft202012Validator(schema, format_checker=checker)
 
 
 def _merged(parts: list[Mapping[str, Any]]) -> dict[str, Any]:

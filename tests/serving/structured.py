@@ -24,6 +24,7 @@ from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.tokenizer import Tokenizer
 
+from .format_checks import format_checker
 from .tokenizers_for_tests import EOS, byte_level
 
 PROMPT = array("q", [5, 6, 7])
@@ -86,7 +87,7 @@ def assert_valid(schema: Any, text: str, validator: Any = Draft202012Validator) 
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     with localcontext(prec=1000, Emax=MAX_EMAX, Emin=MIN_EMIN):
         value = json.loads(text, parse_float=_number)
-        validator(exact, format_checker=validator.FORMAT_CHECKER).validate(value)
+        validator(exact, format_checker=format_checker(validator.FORMAT_CHECKER)).validate(value)
 
 
 def _number(text: str) -> Decimal:

@@ -17,6 +17,8 @@ B: Any = {"type": "object", "properties": {"b": {"type": "integer"}}}
 AB: Any = {**A, "properties": {**A["properties"], **B["properties"]}, "required": ["a", "b"]}
 A_OR_AB: Any = {"oneOf": [{**A, "required": ["a"]}, AB]}  # which {"a":1,"b":2} fits twice
 NULL = {"type": "null"}
+OBJECT: Any = {"type": "object"}
+NESTED: Any = {**OBJECT, "properties": {"n": {"$ref": "#/$defs/n"}}}
 
 
 def closed(schema: Any) -> Any:
@@ -34,21 +36,21 @@ def enforced(schema: Any, **how: bool) -> Any:
         ({"type": "object"}, {"type": "object"}),
         ({**A, "additionalProperties": True}, {**A, "additionalProperties": True}),
         ({**A, "additionalProperties": NULL}, {**A, "additionalProperties": NULL}),
-        ({"patternProperties": {"^x": A}}, closed({"patternProperties": {"^x": closed(A)}})),
         (
-            {"properties": {"o": A}, "additionalProperties": B},
-            {"properties": {"o": closed(A)}, "additionalProperties": closed(B)},
+            {**OBJECT, "patternProperties": {"^x": A}},
+            closed({**OBJECT, "patternProperties": {"^x": closed(A)}}),
+        ),
+        (
+            {**OBJECT, "properties": {"o": A}, "additionalProperties": B},
+            {**OBJECT, "properties": {"o": closed(A)}, "additionalProperties": closed(B)},
         ),
         ({"type": "array", "items": A}, {"type": "array", "items": closed(A)}),
         ({"anyOf": [A, B, NULL]}, {"anyOf": [closed(A), closed(B), NULL]}),
         ({"allOf": [A], "title": "x"}, {"allOf": [closed(A)]}),
         ({"allOf": [A, {"type": "object"}]}, {"allOf": [closed(A), {"type": "object"}]}),
         (
-            {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}},
-            {
-                "$ref": "#/$defs/n",
-                "$defs": {"n": closed({"properties": {"n": {"$ref": "#/$defs/n"}}})},
-            },
+            {"$ref": "#/$defs/n", "$defs": {"n": NESTED}},
+            {"$ref": "#/$defs/n", "$defs": {"n": closed(NESTED)}},
         ),
         (
             {"allOf": [closed(A), {**B, "additionalProperties": True}]},
@@ -166,6 +168,7 @@ def test_names_that_a_pattern_fits_too() -> None:
 def test_a_class_in_a_class_may_fit_any_name() -> None:
     """Python reads it in another way than the compiler."""
     schema = {
+        **OBJECT,
         "properties": {"x": {**A, "required": ["a"]}},
         "patternProperties": {"^[[w-z]]$": {**B, "required": ["b"]}},
     }
@@ -179,16 +182,17 @@ def test_a_required_name_that_no_pattern_fits_may_come() -> None:
 
 
 def test_an_object_asks_for_more_properties_than_it_lists() -> None:
-    schema = {"properties": {}, "minProperties": 1}
+    schema = {**OBJECT, "properties": {}, "minProperties": 1}
     assert enforced(schema, strict=True) == schema
     with pytest.raises(RequestError, match="asks for 1 properties, and lists fewer"):
         StructuredOutputs(json=schema, disable_additional_properties=True)
 
 
 def test_parts_beside_what_cannot_be_closed_are() -> None:
-    schema = {"properties": {"x": {"allOf": [A, B]}, "y": A, "z": {"$ref": "#/properties/x"}}}
+    properties = {"x": {"allOf": [A, B]}, "y": A, "z": {"$ref": "#/properties/x"}}
+    schema = {**OBJECT, "properties": properties}
     found = enforced(schema, strict=True)
-    assert found == closed({"properties": {**schema["properties"], "y": closed(A)}})
+    assert found == closed({**OBJECT, "properties": {**properties, "y": closed(A)}})
     grammar = compiled(StructuredOutputs(json=schema, strict=True))
     assert accepts(grammar, '{"x":{"a":1,"b":2},"y":{"a":1}}')
     assert not accepts(grammar, '{"y":{"b":1}}')

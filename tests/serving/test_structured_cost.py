@@ -140,10 +140,10 @@ def test_long_names_above_many_schemas() -> None:
     StructuredOutputs(json={"patternProperties": {f"^({names})$": {"type": "string"}}})
 
 
-@pytest.mark.parametrize(("depth", "found"), [(900, "nested too deep"), (20_000, "not valid JSON")])
-def test_a_constant_that_is_nested_too_deep(depth: int, found: str) -> None:
+@pytest.mark.parametrize("depth", [900, 20_000])
+def test_a_constant_that_is_nested_too_deep(depth: int) -> None:
     deep = "[" * depth + "]" * depth
-    with pytest.raises(RequestError, match=found):
+    with pytest.raises(RequestError, match="nested too deep; flatten it"):
         StructuredOutputs(json='{"const":' + deep + "}")
 
 

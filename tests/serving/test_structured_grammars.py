@@ -173,6 +173,8 @@ def test_texts_may_speak_of_a_temperature() -> None:
         ({"choice": [""]}, "choice", "empty"),
         ({"choice": ["a", 1]}, "choice", "texts"),
         ({"choice": "ab"}, "choice", "texts"),
+        ({"choice": ["a", "b\ud800"]}, "choice", "half of a character"),
+        ({"json": {"propertyNames": {"pattern": "a", "maxLength": 2}}}, "json", "one pattern"),
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice", "1 to"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "only"),
         ({"json_object": True, "whitespace_pattern": "["}, "json_object", "unclosed"),

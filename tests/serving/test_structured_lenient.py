@@ -54,8 +54,8 @@ def left_of(schema: Any) -> Any:
         ({"enum": [1, 2**60], "type": "integer"}, {"type": "integer"}, "enum"),
         ({"type": "object", "minProperties": 2}, {"type": "object"}, "minProperties"),
         (
-            {"properties": {"a": {}}, "maxProperties": 3},
-            {"properties": {"a": {}}},
+            {"type": "object", "properties": {"a": {}}, "maxProperties": 3},
+            {"type": "object", "properties": {"a": {}}},
             "maxProperties",
         ),
         (
