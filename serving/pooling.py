@@ -286,8 +286,10 @@ class Pooler:
 
 def _length(vector: NDArray[np.float64], norm: Norm) -> np.float64:
     """Return what a vector is divided by. Source: llama.cpp's `common_embd_normalize`."""
+    length: np.float64
     if norm == EUCLIDEAN:
-        return np.sqrt(np.dot(vector, vector))
+        length = np.sqrt(np.dot(vector, vector))
+        return length
     sizes = np.abs(vector)
     largest: np.float64 = sizes.max()
     if norm == "int16":
@@ -295,7 +297,7 @@ def _length(vector: NDArray[np.float64], norm: Norm) -> np.float64:
     if largest == 0:
         return largest
     powers = (sizes / largest) ** norm  # none is so large that the sum is not finite
-    length: np.float64 = largest * np.sum(powers) ** (1 / norm)
+    length = largest * np.sum(powers) ** (1 / norm)
     return length
 
 
