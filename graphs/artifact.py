@@ -216,11 +216,10 @@ def refuse_head(artifact: Artifact) -> None:
     """Raise ArtifactError where an artifact is a draft head, which says nothing by itself."""
     head = artifact.manifest.model.draft
     if head is not None:
-        method = "mtp" if head.is_mtp else "eagle3"
         raise ArtifactError(
             f"{artifact.path} is a draft head, and no model: name it where the model that it "
             "guesses for is served, --speculative-config "
-            f'\'{{"method": "{method}", "model": "…"}}\''
+            f'\'{{"method": "{head.method}", "model": "…"}}\''
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs.fields import check_fields, construct, is_a, require
@@ -59,6 +59,11 @@ class DraftSpec:
     def is_mtp(self) -> bool:
         """Whether it reads what the target's final norm makes, and has ordinary layers alone."""
         return not self.target_layers
+
+    @property
+    def method(self) -> Literal["eagle3", "mtp"]:
+        """The speculation method that it is for."""
+        return "mtp" if self.is_mtp else "eagle3"
 
     @property
     def features(self) -> int:

@@ -51,6 +51,7 @@ class Growth:
     stop_reason: int | str | None = None  # stop token or string that ends it, or `STOP_REASON`
     failure: Failure | None = None  # why `reason` is "error"
     times: tuple[float, float, float] | None = None  # see `CompletionDelta`
+    drafts: tuple[int, int] | None = None  # see `CompletionDelta`
     cumulative_logprob: float | None = None  # see `CompletionDelta`
     embedding: NDArray[np.float32] | None = None  # see `CompletionDelta`
     progress: PromptProgress | None = None  # see `CompletionDelta`
@@ -86,6 +87,7 @@ class Growth:
             failure,
             scores,
             self.times,
+            self.drafts,
             self.cumulative_logprob,
             self.embedding,
             self.progress,
@@ -233,6 +235,7 @@ def _growth(drawn: Drawn, count: int, text: str, num_spelled: int, end: End | No
         stop_reason,
         failure,
         _times(request),
+        request.drafts,
     )
 
 

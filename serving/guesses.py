@@ -210,6 +210,8 @@ class Guessing:
             request = plan.requests[row]
             right = num_equal(tokens[request], draft)
             accepted[row] = draft[:right]
+            checked, were_right = request.drafts or (0, 0)
+            request.drafts = checked + len(draft), were_right + right
             self._guesses.note_verified(request, len(draft), right)
         return accepted
 

@@ -188,6 +188,9 @@ class CompletionDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first token of 0
     # When the first step began, and when the first and the last token came; None: none has come.
     times: tuple[float, float, float] | None = field(default=None, compare=False)
+    # Tokens that were guessed ahead and checked so far, and how many of them were right; None: none
+    # were checked.
+    drafts: tuple[int, int] | None = field(default=None, compare=False)
     # Of a beam search, on the last delta, which is the only one; -inf: there are fewer texts than
     # were asked for, and this one is not. Else None.
     cumulative_logprob: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,25 @@ Floats = NDArray[np.float32]
 # What vLLM does where neither checkpoint nor user say.
 DEFAULT_POOLING: Final[Pooling] = "last"
 DEFAULT_NORMALIZED: Final = True
+Norm = int | Literal["int16"]
+EUCLIDEAN: Final = 2
+MOST_ORDER: Final = 2**31 - 1  # of a p-norm
+INT16_RANGE: Final = 32760.0
 DEFAULT_SIMILARITY: Final[Similarity] = "cosine"
 NO_EMBEDDINGS: Final = (
     "this server makes no embeddings; start it with --embeddings (LLM(embeddings=True))"
 )
+
+
+def check_norm(norm: object, name: str) -> None:
+    """Raise RequestError, which names the field, where it is no norm of a vector."""
+    is_order = isinstance(norm, int) and not isinstance(norm, bool) and 1 <= norm <= MOST_ORDER
+    if not is_order and norm != "int16":
+        raise RequestError(
+            f"{name} is {norm!r}; give 2, for vectors of Euclid's length 1, another whole number "
+            f'of at least 1, for the p-norm, or "int16", for numbers up to {int(INT16_RANGE)}',
+            name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,8 @@ class PoolingParams:
     Attributes:
         dimensions: numbers of the vector, which is cut to its first ones; None: all.
         normalize: whether the vector gets length 1; None: as the model says.
+        norm: which length that is: the p-norm, of which 2 is Euclid's; "int16": the largest number
+            becomes 32760, llama.cpp's way to whole numbers of 16 bits.
         prompt_name: of the model's prompt that goes ahead of a text, "" for none; None: as the
             model says.
         truncate_prompt_tokens: tokens that a prompt is cut to, which leaves the model's prompt
@@ -48,6 +65,7 @@ class PoolingParams:
 
     dimensions: int | None = None
     normalize: bool | None = None
+    norm: Norm = EUCLIDEAN
     prompt_name: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Side = "left"
@@ -60,6 +78,7 @@ class PoolingParams:
             )
         if not isinstance(normalize, bool | None):
             raise RequestError(f"normalize is {normalize!r}; give true or false", "normalize")
+        check_norm(self.norm, "norm")
         if not isinstance(self.prompt_name, str | None):
             raise RequestError(f"prompt_name is {self.prompt_name!r}; give a name", "prompt_name")
         check_truncation(self.truncate_prompt_tokens)
@@ -195,7 +214,15 @@ class Pooler:
     again, since it has yielded, is told of them again, and what was read is not read anew.
     """
 
-    __slots__ = ("_dimensions", "_normalizes", "_num_tokens", "_pooled", "_read", "pooling")
+    __slots__ = (
+        "_dimensions",
+        "_norm",
+        "_normalizes",
+        "_num_tokens",
+        "_pooled",
+        "_read",
+        "pooling",
+    )
 
     def __init__(self, embedder: Embedder, params: PoolingParams, num_tokens: int) -> None:
         """Begin without any.
@@ -208,6 +235,7 @@ class Pooler:
         self.pooling = embedder.pooling
         normalize = params.normalize
         self._normalizes = embedder.normalized if normalize is None else normalize
+        self._norm = params.norm
         self._dimensions = params.dimensions
         self._num_tokens = num_tokens
         self._read = 0  # tokens, the first ones
@@ -250,10 +278,27 @@ class Pooler:
                 pooled = pooled / self._num_tokens
             pooled = pooled[: self._dimensions]
             if self._normalizes:
-                length = np.sqrt(np.dot(pooled, pooled))
+                length = _length(pooled, self._norm)
                 pooled = pooled / length if length != 0 else pooled
             vector = pooled.astype(np.float32)
         return vector if np.isfinite(vector).all() else None
+
+
+def _length(vector: NDArray[np.float64], norm: Norm) -> np.float64:
+    """Return what a vector is divided by. Source: llama.cpp's `common_embd_normalize`."""
+    length: np.float64
+    if norm == EUCLIDEAN:
+        length = np.sqrt(np.dot(vector, vector))
+        return length
+    sizes = np.abs(vector)
+    largest: np.float64 = sizes.max()
+    if norm == "int16":
+        return largest / INT16_RANGE
+    if largest == 0:
+        return largest
+    powers = (sizes / largest) ** norm  # none is so large that the sum is not finite
+    length = largest * np.sum(powers) ** (1 / norm)
+    return length
 
 
 def pool(plan: StepPlan, states: Floats) -> list[Request]:

@@ -69,6 +69,8 @@ class Request:
             one: a step has computed them with guesses that proved wrong, and the state behind these
             was of no use. The scheduler's own.
         num_cached_tokens: prompt tokens that were found in the cache at the first attempt.
+        drafts: tokens that were guessed for it and checked, and how many of them were right; None:
+            none were checked yet.
         max_total_tokens: `len(tokens)` at which the sequence ends with "length".
         table: the KV blocks of `tokens[:num_computed_tokens]`, and of a step in flight.
         state: the slot of the state after these tokens, `kv.states.NO_TOKENS` while there are none;
@@ -116,6 +118,7 @@ class Request:
         "allowed_words",
         "beams",
         "deadline_s",
+        "drafts",
         "exact_allowed",
         "exact_logits",
         "feedback",
@@ -216,6 +219,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_owed_tokens = 0
         self.num_cached_tokens = 0
+        self.drafts: tuple[int, int] | None = None
         self.num_preemptions = 0
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids

@@ -16,7 +16,7 @@ from onnxport.serving.http.prompts import Prompts
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TRUNCATED
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.params import RequestOptions
-from onnxport.serving.pooling import PoolingParams
+from onnxport.serving.pooling import EUCLIDEAN, MOST_ORDER, Norm, PoolingParams
 from onnxport.serving.truncation import Around, Side, check_truncation, cut
 
 NEUTRAL_EMBEDDING: Final[Mapping[str, Any]] = {
@@ -26,7 +26,7 @@ NEUTRAL_EMBEDDING: Final[Mapping[str, Any]] = {
     "chat_template": (),
 }
 OF_MESSAGES: Final = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-EUCLIDEAN, NO_NORM = 2, -1  # llama.cpp's numbers
+NO_NORM, INT16 = -1, 0  # llama.cpp's numbers; others are orders of norms
 
 
 class EmbeddingFields(Body):
@@ -169,14 +169,18 @@ class LlamaEmbeddingRequest(CutRequest):
                 "content",
             )
         _check_prompt_name(self.prompt_name, self.input if self.content is None else self.content)
-        if self.embd_normalize not in (None, EUCLIDEAN, NO_NORM):
+        kind = self.embd_normalize
+        if kind is not None and not NO_NORM <= kind <= MOST_ORDER:
             raise RequestError(
-                f"embd_normalize is {self.embd_normalize}, which is not supported; send 2, for "
-                "vectors of length 1, or -1, for vectors as they are",
+                f"embd_normalize is {kind}; send -1, for vectors as they are, 0, for numbers up to "
+                "32760, 2, for vectors of Euclid's length 1, or another whole number up to "
+                f"{MOST_ORDER}, for the norm of this order",
                 "embd_normalize",
             )
         return self
 
     def params(self) -> PoolingParams:
         """Return how texts are embedded."""
-        return PoolingParams(normalize=self.embd_normalize != NO_NORM)
+        kind = EUCLIDEAN if self.embd_normalize is None else self.embd_normalize
+        norm: Norm = "int16" if kind == INT16 else EUCLIDEAN if kind == NO_NORM else kind
+        return PoolingParams(normalize=kind != NO_NORM, norm=norm)

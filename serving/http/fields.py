@@ -55,7 +55,7 @@ OF_ENGINES: Mapping[str, Any] = {
     **{"spaces_between_special_tokens": (True, False), "detokenize": (True,)},
     **OF_VLLM,
     "min_keep": (0, 1),
-    **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
+    **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,)},
     "return_progress": (False,),
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {

@@ -113,6 +113,7 @@ class Usage:
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> cached prompt tokens
     span: Span = field(default_factory=Span)
     begun: set[int] = field(default_factory=set)  # choices that have a token
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)  # see `CompletionDelta`
 
     def __post_init__(self) -> None:
         self.prompt_tokens = sum(map(len, self.job.prompts))
@@ -122,6 +123,8 @@ class Usage:
         self.completion_tokens += len(delta.token_ids)
         if delta.token_ids:
             self.begun.add(choice)
+        if delta.drafts is not None:
+            self.drafts[choice] = delta.drafts
         self.span.add(delta)
         prompt = choice // self.job.params.num_sequences
         self.cached[prompt] = max(self.cached.get(prompt, 0), delta.num_cached_tokens)
@@ -141,7 +144,11 @@ class Usage:
         """Return llama.cpp's `timings` so far."""
         cached = sum(self.cached.values())
         begun = min(len(self.begun), self.completion_tokens)  # a token may not be told
-        return self.span.body(self.prompt_tokens, cached, self.completion_tokens, begun)
+        told = self.span.body(self.prompt_tokens, cached, self.completion_tokens, begun)
+        if self.drafts:
+            checked, right = map(sum, zip(*self.drafts.values(), strict=True))
+            told |= {"draft_n": checked, "draft_n_accepted": right}
+        return told
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""

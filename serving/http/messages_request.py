@@ -36,6 +36,7 @@ NEUTRAL_COUNT: Final[Mapping[str, Any]] = {
 NEUTRAL: Final[Mapping[str, Any]] = {
     **NEUTRAL_COUNT,
     **OF_ENGINES,
+    "timings_per_token": (False,),
     "container": (),
     "diagnostics": ANY,
     "inference_geo": (),

@@ -98,8 +98,14 @@ class Told:
         self._num_told = 0  # likewise, those of calls with them
         self._status = "in_progress"
 
-    def take(self, delta: CompletionDelta) -> Iterator[Event]:
-        """Yield what one delta adds."""
+    def take(self, delta: CompletionDelta) -> list[Event]:
+        """Return what one delta adds, with the last of it `timings` if these are asked for."""
+        events = list(self._take(delta))
+        if events and self._body.timings_per_token:
+            events[-1]["timings"] = self._usage.timings()
+        return events
+
+    def _take(self, delta: CompletionDelta) -> Iterator[Event]:
         runs = self._usage.add(0, delta)
         if not self._has_begun:
             self._has_begun = True
@@ -159,6 +165,7 @@ class Told:
         dumped = body.model_dump(by_alias=True, include={"tools", "text"}, exclude_none=True)
         text = {"format": {"type": "text"}, "verbosity": "medium", **dumped.get("text", {})}
         cut = self._status == "incomplete"
+        timings = body.timings_per_token and ended
         return {
             "id": self._id,
             "object": "response",
@@ -188,6 +195,7 @@ class Told:
             "truncation": "disabled",
             "usage": self._usage_body() if ended else None,
             "user": body.user,
+            **({"timings": self._usage.timings()} if timings else {}),
         }
 
     def _usage_body(self) -> dict[str, Any]:

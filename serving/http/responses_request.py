@@ -175,6 +175,7 @@ class ResponsesRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None  # true unless told otherwise
+    timings_per_token: bool | None = None  # llama.cpp's
     user: str | None = None
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -79,7 +79,7 @@ def raise_open_files(connections: int) -> None:
 
 def serve(
     app: ASGIApp,
-    sock: socket.socket,
+    sockets: Sequence[socket.socket],
     abort_requests: Callable[[], Awaitable[None]],
     ready: Callable[[], None],
     options: ServerOptions,
@@ -90,7 +90,7 @@ def serve(
 
     Args:
         app: the application.
-        sock: a bound socket; it is closed.
+        sockets: bound ones, at least one; they are closed.
         abort_requests: ends whatever still runs `options.grace_s` seconds after the signal.
         ready: called once connections are accepted.
         options: see `ServerOptions`.
@@ -120,11 +120,12 @@ def serve(
         numbers.append(signal.SIGHUP)
     previous = {number: signal.signal(number, stop) for number in numbers}
     try:
-        server.run(sockets=[sock])
+        server.run(sockets=[*sockets])
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        sock.close()
+        for sock in sockets:
+            sock.close()
 
 
 class _Server(uvicorn.Server):
@@ -156,7 +157,8 @@ class _Server(uvicorn.Server):
         except OSError as error:
             if error.errno != errno.EADDRINUSE or not sockets:
                 raise
-            host, port = sockets[0].getsockname()[:2]
+            taken = next(one for one in sockets if not _listens(one))
+            host, port = taken.getsockname()[:2]
             raise cannot_listen(host, port, error) from error
         if self.started:
             self._ready()
@@ -198,6 +200,10 @@ class _Server(uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), self._grace_s)
         await self._abort_requests()
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 class _LastWords:

@@ -6,14 +6,35 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from onnxport.errors import OnnxportError
 
 
-def bind(host: str, port: int) -> socket.socket:
+@contextmanager
+def bound(hosts: Sequence[str], port: int) -> Iterator[list[socket.socket]]:
+    """Give bound sockets that do not listen yet, one of each host, all with the same port.
+
+    Raises:
+        OnnxportError: an address cannot be used.
+    """
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for host in hosts:
+            sock = stack.enter_context(bind(host, port, ipv6_alone=len(hosts) > 1))
+            port = sock.getsockname()[1]  # which may have been any
+            sockets.append(sock)
+        yield sockets
+
+
+def bind(host: str, port: int, *, ipv6_alone: bool = False) -> socket.socket:
     """Return a bound socket that does not listen yet; port 0 takes a free one.
+
+    Args:
+        host: a name or an address.
+        port: of it.
+        ipv6_alone: whether all addresses of IPv6 are none of IPv4, which has a socket of its own.
 
     Raises:
         OnnxportError: the address cannot be used.
@@ -22,9 +43,13 @@ def bind(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # Of a name that has both, as localhost does, most clients can reach that of IPv4.
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
+        with ExitStack() as stack:  # which closes what could not be bound
+            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if ipv6_alone and family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            stack.pop_all()
     except OSError as error:
         raise cannot_listen(host, port, error) from error
     except UnicodeError as error:  # of names of hosts, which have parts of 63 characters
@@ -46,8 +71,10 @@ def cannot_listen(host: str, port: int, error: OSError) -> OnnxportError:
 
 
 @contextmanager
-def unix_socket(path: str) -> Iterator[socket.socket]:
-    """Give a socket that is bound to a path, and does not listen yet; the path is removed behind.
+def unix_socket(path: str) -> Iterator[list[socket.socket]]:
+    """Give a list of one socket, bound to a path, which does not listen yet.
+
+    The path is removed behind.
 
     A socket that a server has left behind, on which nobody listens, is replaced.
 
@@ -70,7 +97,7 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
                 "another --uds: a short path in a folder that is there and may be written."
             ) from error
         try:
-            yield sock
+            yield [sock]
         finally:
             with suppress(FileNotFoundError):
                 now = os.stat(path)

@@ -69,7 +69,7 @@ def build_speculator(
         suffixes = _suffix_drafter(config)
         return Speculator(ForcedDrafter(suffixes), config, recomputes=recomputes)
     if config.model is None:
-        ngrams = NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+        ngrams = NgramDrafter(*config.ngrams)
         return Speculator(ForcedDrafter(ngrams), config, recomputes=recomputes)
     check_draft(config, target)
     shared = shared or LoadOptions()
@@ -77,6 +77,8 @@ def build_speculator(
     options = LoadOptions(
         threads=threads,
         kv_cache_tokens=config.kv_cache_tokens,
+        kv_cache_dtype=config.kv_cache_dtype or "auto",
+        max_model_len=config.max_model_len,
         kv_share=DRAFT_KV_SHARE,
         graph_cache=shared.graph_cache,
         coarse_head=shared.coarse_head,
@@ -226,9 +228,8 @@ def _kind(head: DraftSpec | None) -> tuple[str, SpeculationMethod]:
     """What an artifact is, and the method for it; None: it is no head."""
     if head is None:
         return "a model", "draft_model"
-    if head.is_mtp:
-        return "a layer of multi-token prediction", "mtp"
-    return "a draft head", "eagle3"
+    kind = "a layer of multi-token prediction" if head.is_mtp else "a draft head"
+    return kind, head.method
 
 
 def check_same_tokens(target: Path, draft: Path, role: str = "draft model") -> None:

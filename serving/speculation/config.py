@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
 from onnxport.errors import CapacityError
-
-logger = logging.getLogger(__name__)
+from onnxport.serving.speculation.vllm_keys import understood
 
 MOST = 2**31  # of any count
 # Tokens that are guessed at once, each of them a series of the metrics; and of an n-gram that is
@@ -22,11 +20,7 @@ MOST_GUESSED = 256
 MOST_KEPT, LEAST_KEPT = 1 << 28, 1 << 10
 USUAL_GUESSES = 5  # at once, where the method has no better measure
 SpeculationMethod = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
-# What vLLM calls it where it means the layers of one family.
-_OLDER_NAMES = (
-    *("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"),
-    *("qwen3_5_mtp", "qwen3_next_mtp"),
-)
+LONGEST_NGRAM, SHORTEST_NGRAM = 4, 2  # where nobody says
 _SUFFIX = (
     "suffix_decoding_max_tree_depth",
     "suffix_decoding_max_cached_requests",
@@ -35,7 +29,7 @@ _SUFFIX = (
     "suffix_decoding_min_token_prob",
 )
 _NGRAM = ("prompt_lookup_max", "prompt_lookup_min")
-_MODEL = ("model", "provider", "threads", "kv_cache_tokens")
+_MODEL = ("model", "provider", "threads", "kv_cache_tokens", "kv_cache_dtype", "max_model_len")
 _KEYS: Mapping[str, tuple[str, ...]] = {  # that a method has for itself
     "ngram": _NGRAM,
     "suffix": _SUFFIX,
@@ -58,8 +52,9 @@ class SpeculationConfig:
             the tokens before; "mtp" the model's own layer of multi-token prediction, likewise.
         num_speculative_tokens: most tokens that are guessed at once; how many really are is
             chosen by what is measured to be right, and to pay. None: see `longest_draft`.
-        prompt_lookup_max: the longest n-gram that is looked up; "ngram" only.
-        prompt_lookup_min: the shortest; "ngram" only.
+        prompt_lookup_max: the longest n-gram that is looked up; "ngram" only. None: 4, or
+            `prompt_lookup_min` if that is more.
+        prompt_lookup_min: the shortest; "ngram" only. None: 2, or `prompt_lookup_max` if less.
         suffix_decoding_max_tree_depth: most tokens that are compared and guessed, together;
             "suffix" only. For what follows likewise.
         suffix_decoding_max_cached_requests: answers that are kept; 0: none.
@@ -73,6 +68,11 @@ class SpeculationConfig:
         threads: its compute threads; None: one for a model of up to 1 MiB, else the provider's
             choice.
         kv_cache_tokens: the size of its KV cache; None: a tenth of the free memory.
+        kv_cache_dtype: what its KV cache holds; None: the provider's choice.
+        max_model_len: longest sequence that it computes, in tokens; None: its context.
+        num_speculative_tokens_per_batch_size: (first, last, most): steps of so many sequences guess
+            at most so many tokens for each, 0 for none; between and behind these ranges it is as in
+            the one before. None: as it pays, as it is below these limits.
         disable_by_batch_size: nothing is guessed in steps of more sequences; None: as it pays.
 
     Raises:
@@ -81,8 +81,8 @@ class SpeculationConfig:
 
     method: SpeculationMethod
     num_speculative_tokens: int | None = None
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_cached_tokens: int = 1 << 21
@@ -92,6 +92,9 @@ class SpeculationConfig:
     provider: str | None = None
     threads: int | None = None
     kv_cache_tokens: int | None = None
+    kv_cache_dtype: str | None = None
+    max_model_len: int | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -102,16 +105,19 @@ class SpeculationConfig:
             )
         if self.num_speculative_tokens is not None:
             self._check_count("num_speculative_tokens", self.num_speculative_tokens, MOST_GUESSED)
-        self._check_count("prompt_lookup_min", self.prompt_lookup_min, MOST_GUESSED)
-        for name in ("threads", "kv_cache_tokens", "disable_by_batch_size"):
+        if self.prompt_lookup_min is not None:
+            self._check_count("prompt_lookup_min", self.prompt_lookup_min, MOST_GUESSED)
+        counts = ("prompt_lookup_max", "threads", "kv_cache_tokens", "max_model_len")
+        for name in (*counts, "disable_by_batch_size"):
             if getattr(self, name) is not None:
                 self._check_count(name, getattr(self, name))
-        self._check_count("prompt_lookup_max", self.prompt_lookup_max)
-        if self.prompt_lookup_max < self.prompt_lookup_min:
+        longest, shortest = self.ngrams
+        if longest < shortest:
             raise CapacityError(
-                f"prompt_lookup_max is {self.prompt_lookup_max} and prompt_lookup_min "
-                f"{self.prompt_lookup_min}; raise the first or lower the second"
+                f"prompt_lookup_max is {longest} and prompt_lookup_min {shortest}; raise the first "
+                "or lower the second"
             )
+        self._check_schedule()
         self._check_suffix()
         self._check_method()
 
@@ -124,6 +130,25 @@ class SpeculationConfig:
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return self.suffix_decoding_max_tree_depth if self.method == "suffix" else USUAL_GUESSES
+
+    @property
+    def ngrams(self) -> tuple[int, int]:
+        """The longest n-gram that is looked up, and the shortest: what was given, or what suits."""
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        if longest is None:
+            longest = max(LONGEST_NGRAM, shortest or 1)
+        return longest, min(SHORTEST_NGRAM, longest) if shortest is None else shortest
+
+    def longest_at(self, num_sequences: int) -> int:
+        """Most tokens that are guessed for each of so many sequences of a step; 0: none are."""
+        most_rows = self.disable_by_batch_size
+        if most_rows is not None and num_sequences > most_rows:
+            return 0
+        most = self.longest_draft
+        for first, _, limit in reversed(self.num_speculative_tokens_per_batch_size or ()):
+            if num_sequences >= first:
+                return min(most, limit)
+        return most
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -142,8 +167,10 @@ class SpeculationConfig:
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the config of these keys and values; see `parse`."""
         names = [one.name for one in fields(cls)]
+        if isinstance(given, Mapping):
+            given = understood(given)
         example = '{"method": "ngram", "num_speculative_tokens": 5}'
-        if not isinstance(given, Mapping) or "method" not in given:
+        if not isinstance(given, Mapping) or given.get("method") is None:
             raise CapacityError(
                 f"the speculative config is {given!r}; it must be an object with a method, as in "
                 f"{example}"
@@ -153,14 +180,15 @@ class SpeculationConfig:
                 f"the speculative config has {', '.join(map(repr, unknown))}, which is not known; "
                 f"allowed are {', '.join(names)}"
             )
-        for name in ("model", "provider"):
+        for name in ("model", "provider", "kv_cache_dtype"):
             if not isinstance(given.get(name), str | Path | None):
                 raise CapacityError(f"{name} is {given[name]!r}; it must be text")
         model = given.get("model")
         changed: dict[str, Any] = {"model": None if model is None else Path(model)}
-        if given["method"] in _OLDER_NAMES:
-            logger.warning("the speculation method %s is called mtp", given["method"])
-            changed["method"] = "mtp"
+        schedule = given.get("num_speculative_tokens_per_batch_size")
+        if isinstance(schedule, list):
+            ranges = [tuple(one) if isinstance(one, list) else one for one in schedule]
+            changed["num_speculative_tokens_per_batch_size"] = tuple(ranges)
         return cls(**{**given, **changed})
 
     def _check_count(self, name: str, value: object, most: int = MOST, least: int = 1) -> None:
@@ -169,6 +197,36 @@ class SpeculationConfig:
             raise CapacityError(
                 f"{name} is {value!r}; it must be a whole number from {least} to {most}"
             )
+
+    def _check_schedule(self) -> None:
+        """Check the ranges of batch sizes: one behind the other, the first from 1 on."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return
+        name = "num_speculative_tokens_per_batch_size"
+        example = "[[1, 8, 5], [9, 32, 2], [33, 64, 0]]"
+        if not isinstance(schedule, tuple) or not schedule:
+            raise CapacityError(
+                f"{name} is {schedule!r}; give ranges of batch sizes with the most guesses of "
+                f"each, as in {example}"
+            )
+        end = 0
+        for one in schedule:
+            if not isinstance(one, tuple) or len(one) != 3:
+                raise CapacityError(
+                    f"{name} has {one!r}; each of it is the first and the last batch size and the "
+                    f"most guesses, as in {example}"
+                )
+            first, last, limit = one
+            self._check_count(f"a batch size of {name}", first)
+            self._check_count(f"a batch size of {name}", last)
+            self._check_count(f"a limit of {name}", limit, MOST_GUESSED, 0)
+            if last < first or first <= end or (end == 0 and first != 1):
+                raise CapacityError(
+                    f"{name} has [{first}, {last}, {limit}] behind batch size {end}; give ranges "
+                    f"that begin at 1 and follow one another, as in {example}"
+                )
+            end = last
 
     def _check_suffix(self) -> None:
         """Check what the method "suffix" takes."""

@@ -240,8 +240,7 @@ class Speculator:
 
     def _may_guess(self, rows: int) -> bool:
         """Whether guesses may be thought of."""
-        most_rows = self._config.disable_by_batch_size
-        if most_rows is not None and rows > most_rows:
+        if not self._config.longest_at(rows):
             plain_s = self._costs.seconds(rows) if self._costs.knows(rows) else math.inf
             self._idle = CROWDED_STEPS
             self._told = 1 if self._spares_telling(plain_s) else CROWDED_STEPS + 1
@@ -306,7 +305,7 @@ class Speculator:
 
     def _limits(self, requests: Sequence[Request]) -> list[int]:
         """Return the longest draft of each request: the last token of all comes by itself."""
-        most = self._config.longest_draft
+        most = self._config.longest_at(len(requests))
         rooms = [one.max_total_tokens - len(one.tokens) - 1 for one in requests]
         return [most if room > most else room for room in rooms]
 

@@ -33,7 +33,12 @@ class Prepared:
 
 
 def prepared(
-    schema: Any, param: str, *, strict: bool | None = None, is_closed: bool = False
+    schema: Any,
+    param: str,
+    *,
+    strict: bool | None = None,
+    is_closed: bool = False,
+    closes: bool = False,
 ) -> Prepared:
     """Return a schema that is enforced in every word.
 
@@ -44,6 +49,7 @@ def prepared(
             are refused, and objects that say nothing of further properties have none, where that
             can be. None: they are refused.
         is_closed: whether such objects have none, or are refused.
+        closes: whether they have none where that can be, though keywords may be left out.
 
     Raises:
         RequestError: says where, what was found and what is supported.
@@ -55,7 +61,7 @@ def prepared(
             left_out += let_any_of(result, always=strict is False)
         _check_narrowed(result, narrowed)
         with_types(result)
-        if is_closed or strict:
+        if is_closed or strict or closes:
             close(result, always=is_closed)
     except ValueError as error:
         raise RequestError(f"the JSON schema cannot be enforced: {error}", param) from error

@@ -31,7 +31,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
 from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.http.server import ServerOptions, serve
-from onnxport.serving.http.sockets import bind, unix_socket, url
+from onnxport.serving.http.sockets import bound, unix_socket, url
 from onnxport.serving.http.tls import TlsFiles
 from onnxport.serving.tokenizer import Tokenizer as ServingTokenizer
 from onnxport.serving.worker import AsyncEngine
@@ -143,6 +143,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     """Serve until a signal."""
     files = settings.pop("tls", None)  # the fields of TlsFiles
     uds = settings.pop("uds", None)
+    hosts = settings.pop("hosts", ["127.0.0.1"])
     server = _taken(settings, ServerOptions)
     if files is not None:
         paths = {name: Path(one) if isinstance(one, str) else one for name, one in files.items()}
@@ -171,11 +172,11 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     started = Engine(model, tokenizer, settled, clock=clock, standby=standby, base=spec)
     engine = AsyncEngine(started)
     app = create_app(engine, MODEL, ChatTemplate.read(folder), AppOptions(**app_options))
-    with bind("127.0.0.1", 0) if uds is None else unix_socket(uds) as sock:
-        address = url("127.0.0.1", sock, is_tls=files is not None)
+    with bound(hosts, 0) if uds is None else unix_socket(uds) as sockets:
+        address = url(hosts[0], sockets[0], is_tls=files is not None)
         ready = partial(print, address, flush=True)
         try:
-            serve(app, sock, engine.close, ready, ServerOptions(**server))
+            serve(app, sockets, engine.close, ready, ServerOptions(**server))
         finally:
             asyncio.run(engine.close())
     print("closed", flush=True)

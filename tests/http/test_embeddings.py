@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -325,12 +326,24 @@ async def test_llama_cpps_form_is_a_matrix_of_one_row(model_folder: Path) -> Non
         plain = vector(server.ids("ab"), Embedder(normalized=False)).tolist()
         answer = await server.post("/embedding", content="ab", embd_normalize=-1)
         assert answer.json() == [{"index": 0, "embedding": [plain]}]
+        for kind, length in (
+            (0, max(map(abs, plain)) / 32760),
+            (1, sum(map(abs, plain))),
+            (2, math.hypot(*plain)),
+            (3, sum(abs(each) ** 3 for each in plain) ** (1 / 3)),
+            (2**31 - 1, max(map(abs, plain))),  # as good as the largest number
+        ):
+            answer = await server.post("/embedding", content="ab", embd_normalize=kind)
+            wanted = [each / length for each in plain]
+            assert answer.json()[0]["embedding"][0] == pytest.approx(wanted, rel=1e-6)
         for body, param in (
             ({}, "content"),
             ({"content": "a", "input": "a"}, "content"),
             ({"content": ""}, "content"),
             ({"content": []}, "content"),
-            ({"content": "a", "embd_normalize": 0}, "embd_normalize"),
+            ({"content": "a", "embd_normalize": -2}, "embd_normalize"),
+            ({"content": "a", "embd_normalize": 2**31}, "embd_normalize"),
+            ({"content": "a", "embd_normalize": 1.5}, "embd_normalize"),
             ({"content": "a", "encoding_format": "float"}, "encoding_format"),
         ):
             assert error_of(await server.post("/embedding", **body), 400)["param"] == param

@@ -169,7 +169,7 @@ def test_two_servers_on_one_port() -> None:
         async def nothing() -> None: ...
 
         with pytest.raises(OnnxportError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            serve(nothing, second, nothing, lambda: None, ServerOptions())  # type: ignore[arg-type]
+            serve(nothing, [second], nothing, lambda: None, ServerOptions())  # type: ignore[arg-type]
 
 
 def test_a_name_with_two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

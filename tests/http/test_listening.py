@@ -11,9 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from onnxport.cli import build_parser
+from onnxport.cli.serve import _hosts
 from onnxport.errors import OnnxportError, RequestError
 from onnxport.serving.http.app import AppOptions
-from onnxport.serving.http.sockets import unix_socket, url
+from onnxport.serving.http.server import ServerOptions, serve
+from onnxport.serving.http.sockets import bind, bound, unix_socket, url
 from onnxport.serving.http.tls import TlsFiles
 
 from .conftest import StartServer
@@ -148,12 +151,65 @@ def test_a_socket_of_a_path(tmp_path: Path, start_server: StartServer) -> None:
     assert not path.exists()
 
 
+@pytest.fixture
+def another() -> str:
+    """Return a second address of this machine."""
+    address = "127.0.0.2"
+    try:
+        bind(address, 0).close()
+    except OnnxportError:
+        pytest.skip("this system has one address for itself alone")
+    return address
+
+
+def test_several_addresses(start_server: StartServer, another: str) -> None:
+    server = start_server(hosts=["127.0.0.1", another])
+    for address in (server.url, server.url.replace("127.0.0.1", another)):
+        assert httpx.get(f"{address}/health").json()["status"] == "ok"
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url.replace('127.0.0.1', '127.0.0.3')}/health")
+    assert server.stop()[:2] == (0, "closed\n")
+
+
+def test_all_addresses_of_both_kinds_have_a_socket_each() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    for hosts in (["0.0.0.0", "::"], ["::", "0.0.0.0"]):
+        with bound(hosts, 0) as sockets:
+            for sock in sockets:
+                sock.listen()
+            assert len({sock.getsockname()[1] for sock in sockets}) == 1
+
+
+def test_one_of_several_addresses_is_taken(another: str) -> None:
+    async def nothing() -> None: ...
+
+    with bound(["127.0.0.1"], 0) as [other]:
+        port = other.getsockname()[1]
+        with bound([another, "127.0.0.1"], port) as sockets:
+            other.listen()
+            with pytest.raises(OnnxportError, match=f"cannot listen on 127.0.0.1 port {port}"):
+                serve(nothing, sockets, nothing, lambda: None, ServerOptions())  # type: ignore[arg-type]
+    with (
+        pytest.raises(OnnxportError, match=r"cannot listen on 203\.0\.113\.1 port \d+"),
+        bound(["127.0.0.1", "203.0.113.1"], 0),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("text", [",", "127.0.0.1,", "::1,127.0.0.1, ::1"])
+def test_addresses_that_are_none(text: str) -> None:
+    options = build_parser().parse_args(["serve", "m", "--host", text])
+    with pytest.raises(RequestError, match="empty or there twice"):
+        _hosts(options)
+
+
 def test_what_is_at_a_path_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "server.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    with unix_socket(str(path)) as sock:
+    with unix_socket(str(path)) as [sock]:
         assert url("", sock, is_tls=True) == f"unix:{path} (TLS)"
         path.unlink()
         path.write_text("another's")

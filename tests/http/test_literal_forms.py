@@ -115,7 +115,10 @@ def test_what_is_forced(syntax: ToolFormat, text: str, allowed: bool) -> None:
         {"type": "string", "pattern": "^[ab]+$"},
         {"enum": [[1], [2]]},
         {"type": "object", "additionalProperties": {"type": "integer"}},
-        {"type": "object", "properties": {"ü": {"type": "null"}}, "patternProperties": {"x": {}}},
+        {
+            **{"type": "object", "properties": {"ü": {"type": "null"}}},
+            **{"patternProperties": {"x": {}}, "additionalProperties": True},
+        },
     ],
 )
 def test_what_asks_for_more_than_such_values_say_is_json(

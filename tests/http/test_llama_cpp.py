@@ -17,10 +17,11 @@ from openai import OpenAI
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
+from onnxport.serving.http.generation import Job, Usage
 from onnxport.serving.http.llama_cpp import OFF, SAMPLERS, with_samplers
 from onnxport.serving.http.timings import Span
 from onnxport.serving.outputs import CompletionDelta
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.slow_sampling import probabilities
 
@@ -366,6 +367,15 @@ def test_times_of_several_sequences() -> None:
     assert (alone["predicted_per_token_ms"], alone["predicted_per_second"]) == (0.0, 0.0)
     all_cached = span.body(50, 50, 1, 1)
     assert (all_cached["prompt_n"], all_cached["prompt_per_token_ms"]) == (0, 0.0)
+
+
+def test_guesses_are_told_with_times() -> None:
+    usage = Usage(Job([[1, 2], [3]], SamplingParams(n=2), RequestOptions(), "a"))
+    for choice, drafts in ((0, None), (0, (4, 1)), (3, (2, 2)), (0, (9, 3)), (1, None)):
+        usage.add(choice, CompletionDelta("a", choice, "", (1,), None, None, drafts=drafts))
+        is_told = usage.timings().keys() >= {"draft_n", "draft_n_accepted"}
+        assert is_told == bool(usage.drafts)
+    assert (usage.timings()["draft_n"], usage.timings()["draft_n_accepted"]) == (11, 5)
 
 
 @pytest.mark.asyncio

@@ -132,6 +132,20 @@ def test_the_stream_is_openais(server: RunningServer) -> None:
     assert last["id"] == found[0]["response"]["id"]
 
 
+def test_timings_are_told_where_they_are_asked_for(server: RunningServer) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "input": say("abc"), "timings_per_token": True}
+    whole = httpx.post(f"{server.url}/v1/responses", json=ask).json()
+    assert whole["timings"]["predicted_n"] == whole["usage"]["output_tokens"]
+    found = events(httpx.post(f"{server.url}/v1/responses", json={**ask, "stream": True}).text)
+    told = [one["timings"]["predicted_n"] for one in found if "timings" in one]
+    assert (told[0], told[-1]) == (1, whole["timings"]["predicted_n"])
+    assert len(told) == len({*told})  # with the last event of a step alone
+    assert found[-1]["response"]["timings"] == found[-1]["timings"]
+    for untold in (False, None):
+        answer = httpx.post(f"{server.url}/v1/responses", json={**ask, "timings_per_token": untold})
+        assert "timings" not in answer.json()
+
+
 def test_calls_of_functions(client: OpenAI, server: RunningServer) -> None:
     ask: dict[str, Any] = {"model": MODEL, "input": say(f"Let me see.\n{CALL}\n{CALL}")}
     done = client.responses.create(**ask, tools=[TOOL])

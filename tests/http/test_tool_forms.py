@@ -331,16 +331,24 @@ def test_strict_says_whether_all_parameters_are_enforced(
 
 @pytest.mark.parametrize("syntax", [HERMES, LLAMA3_JSON, QWEN3_CODER], ids=lambda each: each.name)
 @pytest.mark.parametrize("strict", [True, False, None])
-def test_strict_functions_have_no_further_arguments(
+def test_forced_functions_have_no_further_arguments(
     syntax: ToolFormat, strict: bool | None
 ) -> None:
-    """As OpenAI asks that their parameters say."""
-    function = tool("f", strict, a={"type": "integer", "format": "int32"})
-    del function["function"]["parameters"]["additionalProperties"]
+    """As OpenAI asks that the parameters of strict ones say, and vLLM and llama.cpp take all."""
+    inner = {"type": "object", "properties": {"c": {"type": "integer", "format": "int32"}}}
+    function = tool("f", strict, a=inner)
+    parameters = function["function"]["parameters"]
+    del parameters["additionalProperties"]
     form = compiled(calls([function], syntax, several=False))
-    assert accepts_text(form, written(syntax, {"a": 1}, name="f"))
-    more = written(syntax, {"a": 1, "b": 1}, name="f")
-    assert accepts_text(form, more) == (not strict and syntax is not QWEN3_CODER)
+    assert accepts_text(form, written(syntax, {"a": {"c": 1}}, name="f"))
+    more = written(syntax, {"a": {"c": 1}, "b": 1}, name="f")
+    within = written(syntax, {"a": {"c": 1, "b": 1}}, name="f")
+    assert not accepts_text(form, more)
+    assert not accepts_text(form, within)
+    inner["additionalProperties"] = True
+    form = compiled(calls([function], syntax, several=False))
+    assert accepts_text(form, within)
+    assert not accepts_text(form, more)
 
 
 @pytest.mark.parametrize("parameters", [{"not": {}}, {"type": "string"}])

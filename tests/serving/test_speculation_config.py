@@ -27,6 +27,17 @@ def test_ngram() -> None:
     )
 
 
+def test_of_two_sizes_of_ngrams_one_is_enough() -> None:
+    for given, found in (
+        ({}, (4, 2)),
+        ({"prompt_lookup_max": 6}, (6, 2)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_min": 3}, (4, 3)),
+        ({"prompt_lookup_min": 7}, (7, 7)),
+    ):
+        assert SpeculationConfig.of({"method": "ngram", **given}).ngrams == found
+
+
 def test_draft_model() -> None:
     text = '{"method": "draft_model", "model": "a/b", "provider": "openvino", "threads": 2}'
     config = SpeculationConfig.parse(text)
@@ -49,11 +60,52 @@ def test_mtp() -> None:
     assert SpeculationConfig.parse(text).model == Path("a")
 
 
+PER_BATCH = "num_speculative_tokens_per_batch_size"
+
+
 @pytest.mark.parametrize("name", ["deepseek_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp"])
 def test_older_names_of_mtp(name: str, caplog: pytest.LogCaptureFixture) -> None:
     found = SpeculationConfig.of({"method": name, "num_speculative_tokens": 2})
     assert found == SpeculationConfig("mtp", 2)
     assert f"{name} is called mtp" in caplog.text
+
+
+def test_other_ways_to_ask_for_ngrams(caplog: pytest.LogCaptureFixture) -> None:
+    for given in (
+        {"model": "ngram"},
+        {"model": "[ngram]"},
+        {"method": "ngram", "model": "ngram"},
+        {"method": "ngram_gpu"},
+        {"method": "ngram_gpu", "model": "ngram_gpu"},
+    ):
+        assert SpeculationConfig.of(given) == SpeculationConfig("ngram")
+    assert "ngram_gpu is ngram here" in caplog.text
+
+
+def test_what_changes_nothing_of_vllms_may_be_there() -> None:
+    text = """{"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1,
+        "rejection_sample_method": "standard", "draft_sample_method": "probabilistic",
+        "parallel_drafting": false, "quantization": null, "disable_padded_drafter_batch": true,
+        "attention_backend": "auto", "enforce_eager": false}"""
+    assert SpeculationConfig.parse(text) == SpeculationConfig("ngram", 3)
+
+
+def test_what_a_draft_model_may_hold() -> None:
+    text = '{"model": "a", "max_model_len": 512, "kv_cache_dtype": "int8"}'
+    config = SpeculationConfig.parse(text)
+    assert config.method == "draft_model"  # there is nothing in that folder that says otherwise
+    assert (config.max_model_len, config.kv_cache_dtype) == (512, "int8")
+
+
+def test_fewer_guesses_in_larger_batches() -> None:
+    text = """{"method": "ngram", "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": [[1, 2, 6], [3, 3, 2], [8, 9, 0]]}"""
+    config = SpeculationConfig.parse(text)
+    found = [config.longest_at(number) for number in range(1, 12)]
+    assert found == [4, 4, 2, 2, 2, 2, 2, 0, 0, 0, 0]
+    assert SpeculationConfig("ngram").longest_at(1000) == 5
+    few = SpeculationConfig("ngram", disable_by_batch_size=3)
+    assert [few.longest_at(number) for number in (3, 4)] == [5, 0]
 
 
 def test_suffix() -> None:
@@ -123,7 +175,28 @@ def test_suffix_is_built_as_the_config_says(caplog: pytest.LogCaptureFixture) ->
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens is '5'"),
         ('{"method": "ngram", "num_speculative_tokens": 257}', "from 1 to 256"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "is True"),
-        ('{"method": "ngram", "prompt_lookup_max": 1}', "prompt_lookup_min 2; raise the first"),
+        ('{"method": "ngram", "prompt_lookup_max": 1, "prompt_lookup_min": 2}', "min 2; raise"),
+        ('{"method": null, "num_speculative_tokens": 3}', "with a method"),
+        ('{"method": "eagle", "model": "a"}', "'eagle'; it must be one of"),
+        ('{"method": "ngram", "tensor_parallel_size": 2}', "is 2; here it may be 1 or null"),
+        ('{"method": "ngram", "draft_tensor_parallel_size": true}', "is True; here it may be 1"),
+        ('{"method": "mtp", "rejection_sample_method": "fly"}', "may be 'standard' or null: a"),
+        ('{"method": "mtp", "synthetic_acceptance_length": 2}', "is 2; here it may be null"),
+        ('{"method": "mtp", "draft_sample_method": "greedy"}', "draws as the request does"),
+        ('{"method": "eagle3", "model": "a", "parallel_drafting": true}', "may be False or null"),
+        ('{"model": "a", "quantization": "fp8"}', "what a draft model is, its export decides"),
+        ('{"method": "ngram", "max_model_len": 5}', "ngram does not use max_model_len"),
+        ('{"model": "a", "max_model_len": 0}', "max_model_len is 0"),
+        ('{"model": "a", "kv_cache_dtype": 8}', "kv_cache_dtype is 8; it must be text"),
+        (f'{{"method": "ngram", "{PER_BATCH}": []}}', "is (); give ranges of batch sizes"),
+        (f'{{"method": "ngram", "{PER_BATCH}": 3}}', "is 3; give ranges of batch sizes"),
+        (f'{{"method": "ngram", "{PER_BATCH}": [[1, 2]]}}', "has (1, 2); each of it is"),
+        (f'{{"method": "ngram", "{PER_BATCH}": [5]}}', "has 5; each of it is"),
+        (f'{{"method": "ngram", "{PER_BATCH}": [[2, 4, 3]]}}', "[2, 4, 3] behind batch size 0"),
+        (f'{{"method": "ngram", "{PER_BATCH}": [[1, 4, 3], [4, 9, 1]]}}', "behind batch size 4"),
+        (f'{{"method": "ngram", "{PER_BATCH}": [[1, 4, 3], [9, 5, 1]]}}', "[9, 5, 1] behind"),
+        (f'{{"method": "ngram", "{PER_BATCH}": [[1, 4, -1]]}}', "is -1; it must be a whole"),
+        (f'{{"method": "ngram", "{PER_BATCH}": [[0, 4, 1]]}}', "is 0; it must be a whole"),
         ('{"method": "ngram", "disable_by_batch_size": 0}', "disable_by_batch_size is 0"),
         ('{"method": "ngram", "model": "a"}', "ngram does not use model"),
         ('{"method": "ngram", "provider": "cpu"}', "ngram does not use provider"),

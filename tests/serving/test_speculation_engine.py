@@ -95,6 +95,9 @@ def test_the_same_model_guesses_everything_right() -> None:
     done = counters(engine)
     assert done.num_draft_tokens > 80
     assert done.num_accepted_tokens == done.num_draft_tokens
+    told = [deltas[name][-1].drafts or (0, 0) for name in prompts]
+    assert sum(checked for checked, _ in told) == done.num_draft_tokens
+    assert all(checked == right > 0 for checked, right in told)
     assert sum(done.accepted_per_position) == done.num_accepted_tokens
     assert engine.stats().num_steps < 25
 
@@ -102,8 +105,10 @@ def test_the_same_model_guesses_everything_right() -> None:
 def test_another_model_is_sometimes_right() -> None:
     engine = null_engine(speculator=drafting(Doubtful))
     submit(engine, "a", [1, 2, 3], LONG)
-    assert tokens(run(engine)["a"]) == alone([1, 2, 3], LONG)
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == alone([1, 2, 3], LONG)
     done = counters(engine)
+    assert deltas[-1].drafts == (done.num_draft_tokens, done.num_accepted_tokens)
     assert 0 < done.num_accepted_tokens < done.num_draft_tokens
     first, second, *_ = done.accepted_per_position
     assert first > second

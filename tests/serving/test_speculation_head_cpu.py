@@ -241,6 +241,8 @@ def test_damaged_tokens_of_a_head_are_refused(
 
 def test_what_does_not_belong_together_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     model, head = pair
+    assert SpeculationConfig.of({"model": str(head)}) == SpeculationConfig("eagle3", model=head)
+    assert SpeculationConfig.of({"model": str(model)}).method == "draft_model"
     with pytest.raises(ArtifactError, match="is a draft head, and no model"):
         LLM(head, provider="cpu")
     for method, path, words in (

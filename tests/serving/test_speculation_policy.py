@@ -429,6 +429,19 @@ def test_more_sequences_than_allowed() -> None:
     assert any(machine.lengths)
 
 
+def test_fewer_guesses_where_more_sequences_run() -> None:
+    config = SpeculationConfig(
+        "ngram", 4, num_speculative_tokens_per_batch_size=((1, 1, 3), (2, 2, 1))
+    )
+    machine = Machine(memory_bound, 0.95, rows=2, config=config)
+    machine.run(50)
+    assert max(machine.lengths) == 2
+    machine.requests.pop()
+    machine.lengths.clear()
+    machine.run(50)
+    assert max(machine.lengths) == 3
+
+
 def test_lengths_keep_to_the_budget_and_the_end() -> None:
     machine = Machine(memory_bound, 0.95, rows=2)
     machine.run(50)

@@ -102,6 +102,9 @@ def _num_chars(function: Mapping[str, Any]) -> int:
 def _parameters(index: int, function: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object.
 
+    A model may go on with arguments that the function does not have, small ones without an end, so
+    there are none of these where the parameters do not speak of them, as in vLLM and llama.cpp.
+
     Args:
         index: of the tool.
         function: its function.
@@ -114,7 +117,7 @@ def _parameters(index: int, function: Mapping[str, Any], left_out: list[str]) ->
     if given is None:  # which is a function without parameters, in OpenAI's words
         return NO_PARAMETERS
     param = f"tools.{index}.function.parameters"
-    ready = prepared(given, param, strict=bool(function.get("strict")))
+    ready = prepared(given, param, strict=bool(function.get("strict")), closes=True)
     left_out += (param + place for place in ready.left_out)
     parameters = ready.schema
     if not isinstance(parameters, dict):

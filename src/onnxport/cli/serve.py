@@ -41,7 +41,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = command(commands, "serve", "Serve a model behind an OpenAI-compatible API.", run)
     add_source(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", help=f"address to listen on ({LOOPBACK})")
+    group.add_argument(
+        "--host", help=f"address to listen on, or several with commas between them ({LOOPBACK})"
+    )
     group.add_argument("--port", type=port, help=f"0 takes a free one ({PORT})")
     group.add_argument(
         "--uds", metavar="PATH", help="listen on a socket of this path, and on no address"
@@ -191,8 +193,8 @@ def run(options: argparse.Namespace) -> int:
         options.ssl_cert_reqs,
     )
     tls = None if files is None else files.context()
-    with _bound(options) as sock:
-        return _serve(find_artifact(options), chosen, Listening(sock, tls), options)
+    with _bound(options) as sockets:
+        return _serve(find_artifact(options), chosen, Listening(sockets, tls), options)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -203,21 +205,36 @@ def _is_news(record: logging.LogRecord) -> bool:
 class Listening(NamedTuple):
     """Where the server listens, and what its connections are made with."""
 
-    sock: socket
+    sockets: list[socket]
     tls: SSLContext | None
 
 
-def _bound(options: argparse.Namespace) -> AbstractContextManager[socket]:
-    """Return the socket that was asked for, bound.
+def _hosts(options: argparse.Namespace) -> list[str]:
+    """Return the addresses to listen on.
 
     Raises:
-        RequestError: it was asked for two.
-        OnnxportError: it cannot be used.
+        RequestError: one is empty, or there twice.
     """
-    from onnxport.serving.http.sockets import bind, unix_socket
+    hosts = [host.strip() for host in (options.host or LOOPBACK).split(",")]
+    if not all(hosts) or len({*hosts}) < len(hosts):
+        raise RequestError(
+            f"--host is {options.host!r}, of which an address is empty or there twice; separate "
+            "addresses by single commas, as in 127.0.0.1,::1"
+        )
+    return hosts
+
+
+def _bound(options: argparse.Namespace) -> AbstractContextManager[list[socket]]:
+    """Return the sockets that were asked for, bound.
+
+    Raises:
+        RequestError: both a path and an address were asked for, or as `_hosts`.
+        OnnxportError: one cannot be used.
+    """
+    from onnxport.serving.http.sockets import bound, unix_socket
 
     if options.uds is None:
-        return bind(options.host or LOOPBACK, PORT if options.port is None else options.port)
+        return bound(_hosts(options), PORT if options.port is None else options.port)
     if options.host is not None or options.port is not None:
         raise RequestError(
             f"--uds {options.uds} was given with --host or --port; the server listens on one of "
@@ -256,7 +273,7 @@ def _serve(
     from onnxport.serving.http.server import ServerOptions, raise_open_files, serve
     from onnxport.serving.http.sockets import url
 
-    sock, tls = listening
+    sockets, tls = listening
     more = {
         "api_keys": api_keys(options.api_key),
         "allow_runtime_lora": options.allow_runtime_lora,
@@ -271,7 +288,8 @@ def _serve(
 
         def ready() -> None:
             loaded = engine.capabilities
-            address = url(options.host or LOOPBACK, sock, is_tls=tls is not None)
+            given = zip(_hosts(options), sockets, strict=True)
+            address = " and ".join(url(*each, is_tls=tls is not None) for each in given)
             print(
                 f"Serving {', '.join(chosen.names)} on {address} ({loaded.provider}, "
                 f"{loaded.attention} attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
@@ -285,5 +303,5 @@ def _serve(
             + (options.max_queued_requests or limits.max_queued_requests)
         )
         server = ServerOptions(options.shutdown_timeout, options.access_log, tls)
-        serve(app, sock, engine.close, ready, server)
+        serve(app, sockets, engine.close, ready, server)
     return 0
