@@ -17,6 +17,7 @@ from onnxport.serving.effort import known_levels, switched
 from onnxport.serving.http import renaming
 from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_request import ChatRequest, Effort
+from onnxport.serving.http.errors import ApiError
 from onnxport.serving.http.fields import ANY, OF_ENGINES
 from onnxport.serving.http.generation_fields import MAX_STOP_STRINGS, GenerationFields
 from onnxport.serving.http.messages_blocks import Message, System, conversation
@@ -41,6 +42,9 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "inference_geo": (),
     "service_tier": ("auto", "standard_only"),
 }
+
+# Source: `ThreadUnsupportedRequestError` of Anthropic's clients, which they recover from.
+UNTHREADED: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 # What a field of the chat is called here, for errors.
 CALLED: Final[Mapping[str, str]] = {
@@ -265,6 +269,23 @@ class MessagesRequest(CountRequest, GenerationFields):
     request_id: GivenId | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     metadata: Metadata | None = None
+
+    @classmethod
+    def means(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body, if it has the whole conversation.
+
+        Raises:
+            ApiError: it asks for a thread. Anthropic's tool runners go on without one.
+        """
+        if body.get("thread") is not None:
+            raise ApiError(
+                400,
+                "thread was given, and this server keeps no conversations; send all messages, "
+                "without thread",
+                "thread",
+                more={"details": UNTHREADED},
+            )
+        return body
 
     def chat(self, service: Service) -> dict[str, Any]:
         """Return the body of a chat that means the same; see `CountRequest.chat`."""
