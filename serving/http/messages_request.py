@@ -43,6 +43,10 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "service_tier": ("auto", "standard_only"),
 }
 
+# What Claude Code asks of every model. Source: https://platform.claude.com/docs/en/build-with-claude/effort,
+# where it is the same as no effort.
+USUAL_EFFORT: Final = "high"
+
 # Source: `ThreadUnsupportedRequestError` of Anthropic's clients, which they recover from.
 UNTHREADED: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
@@ -239,12 +243,15 @@ class CountRequest(Body):
     def _thinking(self, service: Service, effort: str | None) -> dict[str, Any]:
         """Return what a chat says of reasoning.
 
-        To a model that does not think `thinking` says nothing. One that cannot do without is not
+        To a model that does not think `thinking` says nothing, nor does the usual effort where
+        nothing is known of efforts. One that cannot do without is not
         told to, and what it thinks is not told.
         """
         template, reasoning, asked = service.template, service.reasoning, self.thinking
         given = self.chat_template_kwargs
         knows_switch, knows_effort = switched(template, True, {}), known_levels(template)
+        if effort == USUAL_EFFORT and not (knows_switch or knows_effort):
+            effort = None
         plain: dict[str, Any] = {"reasoning_effort": effort, "chat_template_kwargs": given}
         if asked is None or not (reasoning or knows_switch or knows_effort):
             return plain
