@@ -31,7 +31,14 @@ def status_of(status: int) -> int:
     return OVERLOADED if status == 429 else status
 
 
-def error(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error, or its event in a stream."""
+def error(status: int, message: str, details: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the body of an error, or its event in a stream.
+
+    Args:
+        status: of HTTP.
+        message: what is told.
+        details: what clients act on; none, where there is nothing to act on.
+    """
     kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    more = {"details": dict(details)} if details else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **more}}

@@ -103,11 +103,11 @@ class ChatRequest(RequestBody):
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if self._shapes_calls and not self._shapes_answers and self.form() is not None:
+        if self._shapes_calls and not self._is_of_answers and self.form() is not None:
             raise RequestError(
                 "functions that are strict, parallel_tool_calls false, and a tool_choice that "
                 "forces a call give the text a form, and another field asks for another one; send "
-                "one of them",
+                "one of them, or the form of answers as response_format",
                 "tools" if choice in (None, "auto") else "tool_choice",
             )
         if choice in (None, "auto", "none"):
@@ -128,16 +128,25 @@ class ChatRequest(RequestBody):
     def _shapes_calls(self) -> bool:
         """Whether the form of the text says how tools are called."""
         if self.tool_choice not in (None, "auto"):
-            return bool(self.tool_choice != "none")
+            return self._forces_calls
         strict = any(tool.function.strict for tool in self.tools or ())
         return strict or (bool(self.tools) and self.parallel_tool_calls is False)
 
     @property
+    def _forces_calls(self) -> bool:
+        """Whether the text is calls and nothing else."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def _is_of_answers(self) -> bool:
+        """Whether the form that is asked for is that of answers alone, and not of calls."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def _shapes_answers(self) -> bool:
         """Whether the text either calls tools or has the form that `response_format` asks for."""
-        asked = self.response_format
         may_call = bool(self.tools) and self.tool_choice in (None, "auto")
-        return may_call and asked is not None and asked.type != "text"
+        return may_call and self._is_of_answers
 
     @property
     def named_function(self) -> str | None:
@@ -158,7 +167,7 @@ class ChatRequest(RequestBody):
         form = syntax.form(
             [tool.model_dump() for tool in self.tools or ()],
             several=name is None and self.parallel_tool_calls is not False,
-            forced=self.tool_choice not in (None, "auto"),
+            forced=self._forces_calls,
             alone=answer is not None,
             name=name,
         )

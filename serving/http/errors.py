@@ -64,7 +64,8 @@ class ApiError(Exception):
         """Return the whole response, in the shape of the API that a path is of."""
         if anthropic.is_path(path):
             status = anthropic.status_of(self.status)
-            return JSONResponse(anthropic.error(status, self.message), status, self.headers)
+            body = anthropic.error(status, self.message, self.more.get("details"))
+            return JSONResponse(body, status, self.headers)
         return JSONResponse(self.body(), self.status, self.headers)
 
 

@@ -35,6 +35,8 @@ class JsonSchema(_Part):
 class ResponseFormat(_Part):
     """OpenAI's `response_format`; with a schema of its own, that of llama.cpp and Together.
 
+    TGI calls that `value`, and so does Hugging Face's client, whatever it was given.
+
     The type "structural_tag" is vLLM's; what it has more `structural.read` checks.
     """
 
@@ -44,6 +46,16 @@ class ResponseFormat(_Part):
     format: dict[str, Any] | None = None
     structures: list[Any] | None = None
     triggers: list[Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_value(cls, body: Any) -> Any:
+        if not isinstance(body, dict) or "value" not in body or body.get("schema") is not None:
+            return body
+        if body.get("type") != "json_object":
+            return body
+        rest = {name: each for name, each in body.items() if name not in ("schema", "value")}
+        return {**rest, "schema": body["value"]}
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:

@@ -17,6 +17,7 @@ from onnxport.serving.effort import known_levels, switched
 from onnxport.serving.http import renaming
 from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_request import ChatRequest, Effort
+from onnxport.serving.http.errors import ApiError
 from onnxport.serving.http.fields import ANY, OF_ENGINES
 from onnxport.serving.http.generation_fields import MAX_STOP_STRINGS, GenerationFields
 from onnxport.serving.http.messages_blocks import Message, System, conversation
@@ -42,6 +43,13 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "inference_geo": (),
     "service_tier": ("auto", "standard_only"),
 }
+
+# What Claude Code asks of every model. Source: https://platform.claude.com/docs/en/build-with-claude/effort,
+# where it is the same as no effort.
+USUAL_EFFORT: Final = "high"
+
+# Source: `ThreadUnsupportedRequestError` of Anthropic's clients, which they recover from.
+UNTHREADED: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 # What a field of the chat is called here, for errors.
 CALLED: Final[Mapping[str, str]] = {
@@ -236,12 +244,15 @@ class CountRequest(Body):
     def _thinking(self, service: Service, effort: str | None) -> dict[str, Any]:
         """Return what a chat says of reasoning.
 
-        To a model that does not think `thinking` says nothing. One that cannot do without is not
+        To a model that does not think `thinking` says nothing, nor does the usual effort where
+        nothing is known of efforts. One that cannot do without is not
         told to, and what it thinks is not told.
         """
         template, reasoning, asked = service.template, service.reasoning, self.thinking
         given = self.chat_template_kwargs
         knows_switch, knows_effort = switched(template, True, {}), known_levels(template)
+        if effort == USUAL_EFFORT and not (knows_switch or knows_effort):
+            effort = None
         plain: dict[str, Any] = {"reasoning_effort": effort, "chat_template_kwargs": given}
         if asked is None or not (reasoning or knows_switch or knows_effort):
             return plain
@@ -266,6 +277,23 @@ class MessagesRequest(CountRequest, GenerationFields):
     request_id: GivenId | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     metadata: Metadata | None = None
+
+    @classmethod
+    def means(cls, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body, if it has the whole conversation.
+
+        Raises:
+            ApiError: it asks for a thread. Anthropic's tool runners go on without one.
+        """
+        if body.get("thread") is not None:
+            raise ApiError(
+                400,
+                "thread was given, and this server keeps no conversations; send all messages, "
+                "without thread",
+                "thread",
+                more={"details": UNTHREADED},
+            )
+        return body
 
     def chat(self, service: Service) -> dict[str, Any]:
         """Return the body of a chat that means the same; see `CountRequest.chat`."""

@@ -21,6 +21,7 @@ from onnxport.serving.http.placed_logprobs import PlacedLogprobs, Token
 from onnxport.serving.http.reasoning import DeltaSplitter
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
+from onnxport.serving.http.responses_tools import called
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed
 from onnxport.serving.http.tool_formats.base import ParsedCall
@@ -80,6 +81,7 @@ class Told:
         self._service = service
         self._body = body
         self._parser = turn.parser(service)
+        self._names = called(body.tools or ())
         self._is_told = thinking.is_told
         self._splitter = DeltaSplitter(thinking)
         self._usage = thinking.usage(job, service.tokenizer)
@@ -162,8 +164,8 @@ class Told:
     def response(self) -> dict[str, Any]:
         """Return the response as it is now."""
         body, params, ended = self._body, self.job.params, self._status != "in_progress"
-        dumped = body.model_dump(by_alias=True, include={"tools", "text"}, exclude_none=True)
-        text = {"format": {"type": "text"}, "verbosity": "medium", **dumped.get("text", {})}
+        asked = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+        text = {"format": {"type": "text"}, "verbosity": "medium", **asked}
         cut = self._status == "incomplete"
         timings = body.timings_per_token and ended
         return {
@@ -189,7 +191,7 @@ class Told:
             "temperature": params.temperature,
             "text": text,
             "tool_choice": body.tool_choice or "auto",
-            "tools": dumped.get("tools", []),
+            "tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -284,13 +286,13 @@ class Told:
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
             "call_id": self._service.tools.format.id_of(call),
-            "name": call.name,
+            **self._names.get(call.name, {"name": call.name}),
         }
         place = {"item_id": item["id"], "output_index": len(self._output)}
         yield self._item("added", {**item, "arguments": "", "status": "in_progress"})
         name = "response.function_call_arguments"
         yield self._event(f"{name}.delta", delta=call.arguments, **place)
-        yield self._event(f"{name}.done", arguments=call.arguments, name=call.name, **place)
+        yield self._event(f"{name}.done", arguments=call.arguments, name=item["name"], **place)
         yield self._item("done", {**item, "arguments": call.arguments, "status": "completed"})
 
     def _end(self, status: str) -> Iterator[Event]:

@@ -144,6 +144,7 @@ class CallItem(Given):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     id: str | None = None
     status: str | None = None

@@ -6,12 +6,13 @@ cannot be done. Nothing is kept between requests, so fields that need that are r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
 from onnxport.errors import RequestError
+from onnxport.serving.http import responses_tools
 from onnxport.serving.http.chat_request import ChatRequest, Effort
 from onnxport.serving.http.fields import (
     ANY,
@@ -33,6 +34,7 @@ from onnxport.serving.http.responses_items import (
     ResultItem,
     text_or,
 )
+from onnxport.serving.http.responses_tools import Tool
 from onnxport.serving.template_messages import plain_text
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -48,6 +50,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
+    "client_metadata": ANY,  # of Codex, about itself
     "max_tool_calls": ANY,  # of the server's own tools, of which there are none
     "context_management": (),
     "moderation": (),
@@ -76,16 +79,6 @@ CALLED: Final[Mapping[str, str]] = {
     "response_format.json_schema.schema": "text.format.schema",
 }
 THOUGHT: Final = {"role", "reasoning_content"}  # what a message has of which no more is known
-
-
-class FunctionTool(Given):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(Given):
@@ -164,7 +157,7 @@ class ResponsesRequest(GenerationFields):
     max_output_tokens: int | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     include: list[str] | None = None
     top_logprobs: int | None = None
@@ -215,8 +208,8 @@ class ResponsesRequest(GenerationFields):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": asked.plain() if asked else None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "tools": [_as_chat(tool) for tool in self.tools] if self.tools else None,
-            "tool_choice": _choice(self.tool_choice, self.tools or ()),
+            "tools": responses_tools.plain(self.tools or ()) or None,
+            "tool_choice": responses_tools.choice(self.tool_choice, self.tools or ()),
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
         }
@@ -271,27 +264,9 @@ def _plain(content: str | list[Any]) -> str | list[dict[str, Any]]:
 
 
 def _call(item: CallItem) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": item.arguments}
+    name = responses_tools.in_chat(item.name, item.namespace)
+    function = {"name": name, "arguments": item.arguments}
     return {"id": item.call_id, "type": "function", "function": function}
-
-
-def _as_chat(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-def _choice(choice: Any, tools: Sequence[FunctionTool]) -> Any:
-    """Return `tool_choice` as a chat has it."""
-    names = [tool.name for tool in tools]
-    match choice:
-        case None | "auto" | "none" | "required":
-            return choice
-        case {"type": "function", "name": str(name), **more} if name in names and not more:
-            return {"type": "function", "function": {"name": name}}
-    raise RequestError(
-        f'tool_choice is {repr(choice)[:80]}; use "auto", "none", "required", or '
-        '{"type": "function", "name": …} with the name of one of the tools',
-        "tool_choice",
-    )
 
 
 def as_chat(body: ResponsesRequest, between: str) -> ChatRequest:

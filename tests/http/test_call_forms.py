@@ -195,7 +195,7 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
             "'not'",
         ),
         (
-            {"tools": [FIND], "tool_choice": "required", "response_format": ANY_OBJECT},
+            {"tools": [FIND], "tool_choice": "required", "guided_json": {}},
             "tool_choice",
             "another one",
         ),

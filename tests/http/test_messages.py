@@ -486,7 +486,21 @@ async def test_a_model_that_does_not_think_is_not_told_to(ask: Ask) -> None:
         {"type": "disabled"},
     ):
         assert await prompt(client, thinking=how) == plain
-    assert "output_config.effort is 'low'" in await refused(client, output_config={"effort": "low"})
+    for effort in ("low", "max"):
+        told = await refused(client, output_config={"effort": effort})
+        assert f"output_config.effort is {effort!r}" in told
+
+
+@pytest.mark.parametrize("thinking", [None, {"type": "adaptive"}])
+async def test_the_usual_effort_says_nothing_where_there_is_none(ask: Ask, thinking: Any) -> None:
+    """Claude Code sends it to every model."""
+    asked = {"output_config": {"effort": "high"}, "thinking": thinking}
+    for template in (None, ALWAYS):
+        client = ask(template=template) if template else ask()
+        assert await prompt(client, **asked) == await prompt(client, thinking=thinking)
+    levels = ask(template="{{ messages[0].content }}{{ reasoning_effort }}<think>")
+    assert await prompt(levels, **asked) == "abhigh<think>"
+    assert "True<think>" in await prompt(ask(template=THINKS), **asked)
 
 
 async def test_gpt_oss_cannot_do_without_thinking(ask: Ask) -> None:

@@ -464,7 +464,7 @@ def test_the_client_raises_what_fails_in_the_middle(client: OpenAI) -> None:
         ({"request_id": "a b"}, "request_id"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),

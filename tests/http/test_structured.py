@@ -80,6 +80,7 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"response_format": NAMED}, {"json": COLOR}),
     ({"response_format": {"type": "json_object", "schema": COLOR}}, {"json": COLOR}),
     ({"response_format": {"type": "json_schema", "schema": COLOR}}, {"json": COLOR}),
+    ({"response_format": {"type": "json_object", "value": COLOR}}, {"json": COLOR}),  # TGI's
     (  # which closes objects as OpenAI asks for it
         {"response_format": {**NAMED, "json_schema": {**NAMED["json_schema"], "schema": OPEN}}},
         {"json": {**OPEN, "additionalProperties": False}},
@@ -480,7 +481,7 @@ def calls_of(asked: Any, choice: Any, stream: bool) -> list[Any]:
 @pytest.mark.parametrize(
     ("more", "param", "words"),
     [
-        ({"tool_choice": "required", "response_format": NAMED}, "tool_choice", "another one"),
+        ({"tool_choice": "required", "guided_json": COLOR}, "tool_choice", "another one"),
         (
             {
                 "tool_choice": "required",
