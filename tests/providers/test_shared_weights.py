@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.inspect import attribute_int
 from onnxport.providers.base import Model
 from onnxport.providers.cpu.library import weight_memory_bytes
 from tests.exporter.checkpoints import VOCAB
@@ -33,7 +34,8 @@ def with_another_head(path: Path, folder: Path) -> tuple[Path, int]:
     shutil.copytree(path, folder)
     artifact = Artifact.read(folder)
     graph = artifact.load_graph("paged").graph
-    (head,) = (node for node in graph.node if "logits" in node.output)
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    (head,) = (node for node in products if attribute_int(node, "N", 0) == VOCAB)
     (weight,) = (one for one in graph.initializer if one.name == head.input[1])
     (scales,) = (one for one in graph.initializer if one.name == head.input[2])
     _, offset, length = artifact.external(weight)
