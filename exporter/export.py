@@ -26,7 +26,13 @@ from onnxport.exporter.families.eagle3 import is_head
 from onnxport.exporter.formats import Formats
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
-from onnxport.exporter.mtp import check_family, check_generates, check_options, plan_mtp
+from onnxport.exporter.mtp import (
+    check_family,
+    check_generates,
+    check_options,
+    head_bytes,
+    plan_mtp,
+)
 from onnxport.exporter.notices import (
     expert_dtypes,
     experts_of,
@@ -205,10 +211,13 @@ def _export(
     tell_requantized(checkpoint, plan, formats, options)
     expected_bytes = artifact_bytes(spec, plan, checkpoint, options)
     if mtp is not None:
-        expected_bytes += artifact_bytes(mtp.manifest.model, mtp.plan, checkpoint, options)
+        expected_bytes += head_bytes(mtp, spec, plan, checkpoint, options)
     with ArtifactWriter(
         destination, overwrite=options.overwrite, expected_bytes=expected_bytes
     ) as writer:
+        if mtp is not None:
+            write_head(mtp, checkpoint, writer.inside(MTP_FOLDER), options, progress)
+            writer.share(MTP_FOLDER)
         advance = advance_through(checkpoint, plan, progress)
         with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
             writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
@@ -222,8 +231,6 @@ def _export(
             writer.write_bytes(SCORE_FILE, dump_score_head(head))
             if job.score.template is not None:
                 writer.write_bytes(SCORE_TEMPLATE_FILE, job.score.template.encode())
-        if mtp is not None:
-            write_head(mtp, checkpoint, writer.inside(MTP_FOLDER), options, progress)
         manifest = _manifest(spec, options, job.tokens, job.folder)
         judged = None if job.score is None else job.score.spec
         return writer.commit(

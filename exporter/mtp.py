@@ -16,7 +16,15 @@ from onnxport.exporter.draft_head import DraftHead
 from onnxport.exporter.families import FAMILIES
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import check_unused, plan_weights, unused_tensors
+from onnxport.exporter.plan import (
+    EMBEDDING,
+    HEAD,
+    WeightPlan,
+    check_unused,
+    plan_weights,
+    unused_tensors,
+)
+from onnxport.exporter.sizes import artifact_bytes
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.manifest import Manifest
 from onnxport.graphs.spec import ArchSpec
@@ -97,6 +105,30 @@ def plan_mtp(
     _check_rest(own, [one for one in unused if one.startswith(names.further)], spec)
     tokens = np.arange(head.vocab_size, dtype=np.int32)
     return DraftHead(plan, tokens, replace(manifest, model=head), files)
+
+
+def head_bytes(
+    head: DraftHead,
+    spec: ArchSpec,
+    plan: WeightPlan,
+    checkpoint: Checkpoint,
+    options: ExportOptions,
+) -> int:
+    """About how large the layer's weights become, without those that are stored as the model's.
+
+    Args:
+        head: What `plan_mtp` returned.
+        spec: The model's.
+        plan: Of the model's weights.
+        checkpoint: Of both.
+        options: Of both.
+    """
+    ours = head.manifest.model
+    roles = (
+        (EMBEDDING, HEAD) if ours.tie_word_embeddings == spec.tie_word_embeddings else (EMBEDDING,)
+    )
+    shared = {one for one in roles if head.plan.matrices[one] == plan.matrices[one]}
+    return artifact_bytes(ours, head.plan, checkpoint, options, without=shared)
 
 
 def _with_its_experts(own: TensorNames, family: Family, found: frozenset[str]) -> TensorNames:

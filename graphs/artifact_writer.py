@@ -23,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ExportError
+from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.manifest import GRAPH_FILES, MANIFEST_FILE, FileInfo, Manifest
+from onnxport.graphs.shared_tensors import SharedTensors
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, onnx_dtype
 
 if TYPE_CHECKING:
@@ -106,6 +108,7 @@ class ArtifactWriter:
         self._offset = 0
         self._hash = hashlib.sha256()
         self._tensors: set[str] = set()
+        self._shared: SharedTensors | None = None
         self._committed = False
 
     def __enter__(self) -> ArtifactWriter:
@@ -138,7 +141,7 @@ class ArtifactWriter:
         return self._offset
 
     def add_weight(self, name: str, array: NDArray[Any]) -> TensorRef:
-        """Append a tensor to the weights file at once.
+        """Append a tensor to the weights file at once; or name what `share` found for it.
 
         Args:
             name: Unique among the weights; the name of the initializer.
@@ -148,7 +151,12 @@ class ArtifactWriter:
         Raises:
             ExportError: The disk is full.
         """
-        return self.add_weight_chunks(name, array.dtype, array.shape, [array])
+        shared = None if self._shared is None else self._shared.find(name, array)
+        if self._shared is None or shared is None:
+            return self.add_weight_chunks(name, array.dtype, array.shape, [array])
+        self._take(name)
+        self._files[shared.location] = self._shared.file(shared)
+        return shared
 
     def add_weight_chunks(
         self,
@@ -158,8 +166,7 @@ class ArtifactWriter:
         chunks: Iterable[NDArray[Any]],
     ) -> TensorRef:
         """Append a tensor that arrives in pieces, in C order, such as blocks of rows."""
-        assert name not in self._tensors, f"weight {name} is added twice"
-        self._tensors.add(name)
+        self._take(name)
         length = math.prod(dims) * dtype.itemsize
         align = PAGE_BYTES if length >= PAGE_BYTES else CACHE_LINE_BYTES
         self._append(bytes(-self._offset % align))
@@ -187,10 +194,18 @@ class ArtifactWriter:
     def inside(self, name: str) -> Path:
         """A folder to make within this artifact, of an artifact by itself, before `commit`.
 
-        No file of it is listed here.
+        No file of it is listed here, but for the weights that `share` lets this one's graphs name.
         """
         self._claim(name)
         return self._folder / name
+
+    def share(self, name: str) -> None:
+        """Let weights to come be stored once that the artifact `inside` has, too.
+
+        Raises:
+            ArtifactError: What lies there is no whole artifact.
+        """
+        self._shared = SharedTensors(Artifact.read(self._folder / name), name)
 
     def copy_file(self, source: str | os.PathLike[str], name: str | None = None) -> None:
         """Copy a small file (it is read whole), under its own name or another."""
@@ -244,6 +259,10 @@ class ArtifactWriter:
                 self._data.write(chunk)
             self._hash.update(chunk)
             self._offset += len(chunk)
+
+    def _take(self, name: str) -> None:
+        assert name not in self._tensors, f"weight {name} is added twice"
+        self._tensors.add(name)
 
     def _claim(self, name: str) -> None:
         assert not Path(name).is_absolute(), f"{name} leads out of the folder"

@@ -22,7 +22,9 @@ PRECISIONS: Final = ("int4", "int8", "fp16", "fp32")
 DRAFT_TOKENS: Final = "draft_tokens.npy"  # of a draft head: int32 [logits], the token of each
 MTP_FOLDER: Final = "mtp"  # in a model's artifact: that of its layer of multi-token prediction
 EXPERT_PRECISIONS: Final = ("mxfp4",)  # besides those
-KV_FILES: Final = ("model.onnx", "model.onnx.data")  # what the K/V of a token depend on
+# The second one where some of the model's weights lie there alone, see `shared_tensors`.
+WEIGHT_FILES: Final = ("model.onnx.data", f"{MTP_FOLDER}/model.onnx.data")
+KV_FILES: Final = ("model.onnx", *WEIGHT_FILES)  # what the K/V of a token depend on
 ACTIVATION_DTYPES: Final = ("float16", "bfloat16", "float32")
 
 
@@ -80,6 +82,11 @@ class Manifest:
     def family(self) -> str:
         """The model family, such as llama."""
         return self.model.family
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all files of weights that the graphs may name."""
+        return sum(self.files[name].size for name in WEIGHT_FILES if name in self.files)
 
     @property
     def fingerprint(self) -> str:

@@ -19,13 +19,14 @@ WEIGHTS_FILE: Final = "model.onnx.data"
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Bytes of the weights file seen as a tensor; `ArtifactWriter.add_weight` returns it."""
+    """Bytes of a weights file seen as a tensor; `ArtifactWriter.add_weight` returns it."""
 
     name: str
     data_type: int  # onnx.TensorProto.DataType
     dims: tuple[int, ...]
     offset: int  # bytes from the start of the file
     length: int  # bytes
+    location: str = WEIGHTS_FILE  # or that of an artifact within the folder, see `shared_tensors`
 
     def view(self, name: str, dims: tuple[int, ...]) -> TensorRef:
         """The same bytes under another name and shape, stored once.
@@ -41,7 +42,7 @@ class TensorRef:
 
         tensor = TensorProto(name=self.name, data_type=self.data_type, dims=self.dims)
         tensor.data_location = TensorProto.EXTERNAL
-        entries = (("location", WEIGHTS_FILE), ("offset", self.offset), ("length", self.length))
+        entries = (("location", self.location), ("offset", self.offset), ("length", self.length))
         for key, value in entries:
             tensor.external_data.add(key=key, value=str(value))
         return tensor

@@ -23,13 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs import fp4
-from onnxport.graphs.artifact import GRAPH_FILES, WEIGHTS_FILE, Artifact
+from onnxport.graphs.artifact import GRAPH_FILES, Artifact
+from onnxport.graphs.manifest import WEIGHT_FILES
 from onnxport.graphs.tensors import convert
 from onnxport.version import __version__
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 2  # of the files; others are made anew
+FORMAT: Final = 3  # of the files; others are made anew
 MAGIC: Final = b"onnxport graph\n"
 SUFFIX: Final = ".graph"
 MOST_BYTES: Final = 64 << 20  # of all files; the least recently used ones go
@@ -45,12 +46,13 @@ DTYPES: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """An initializer that is made of a tensor of the weights file.
+    """An initializer that is made of a tensor of a weights file.
 
     That is in another floating type; or it is NUMBERS or SCALES, see `graphs.fp4`.
     """
 
     name: str
+    location: str  # the file
     offset: int  # bytes
     dims: tuple[int, ...]  # in the file
     stored: str  # its type in the file: one of DTYPES
@@ -59,7 +61,7 @@ class Conversion:
     def make(self, artifact: Artifact) -> NDArray[Any]:
         """The contents."""
         stored, dtype = np.dtype(DTYPES[self.stored]), np.dtype(DTYPES[self.dtype])
-        source = artifact.map_file(WEIGHTS_FILE, self.offset, self.dims, stored)
+        source = artifact.map_file(self.location, self.offset, self.dims, stored)
         if self.stored == NUMBERS:
             return fp4.int8_numbers(source)
         if self.stored == SCALES:
@@ -94,7 +96,7 @@ def graph_key(
 ) -> dict[str, Any] | None:
     """Everything that a lowered graph depends on, in JSON types; None where that is not known.
 
-    Small weights become a part of the graph, so the weights file is told by its checksum in the
+    Small weights become a part of the graph, so a weights file is told by its checksum in the
     manifest, size and time; a changed one is another one even if the manifest was not changed.
 
     Args:
@@ -105,7 +107,8 @@ def graph_key(
     """
     try:
         graph = (artifact.path / GRAPH_FILES["paged"]).read_bytes()
-        weights = (artifact.path / WEIGHTS_FILE).stat()
+        files = [name for name in WEIGHT_FILES if name in artifact.manifest.files]
+        weights = [(artifact.path / name).stat() for name in files]
         modules = sorted(
             (path.name, name, stat.st_size, stat.st_mtime_ns)
             for path in code
@@ -120,7 +123,7 @@ def graph_key(
         "code": hashlib.sha256(json.dumps(modules).encode()).hexdigest(),
         "graph": hashlib.sha256(graph).hexdigest(),
         "artifact": artifact.manifest.fingerprint,
-        "weights": [weights.st_size, weights.st_mtime_ns],
+        "weights": [(one.st_size, one.st_mtime_ns) for one in weights],
         "choices": dict(choices),
     }
     return key

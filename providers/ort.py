@@ -118,11 +118,12 @@ def weight_bytes(model: onnx.ModelProto, attached: Mapping[str, NDArray[Any]]) -
         model: the lowered graph.
         attached: its initializers whose contents are not in the weights file.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[tuple[str, str], int] = {}
     for tensor in model.graph.initializer:
         stored_at = {entry.key: entry.value for entry in tensor.external_data}
         size = math.prod(tensor.dims) * numpy_dtype(tensor.data_type).itemsize
-        sizes[stored_at.get("offset", tensor.name)] = size
+        place = stored_at.get("location", ""), stored_at.get("offset", tensor.name)
+        sizes[place] = size
     return sum(sizes.values()) + sum(value.nbytes for value in attached.values())
 
 

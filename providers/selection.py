@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from onnxport.errors import CapacityError, OnnxportError, ProviderError
-from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.providers.base import Features, LoadOptions, Model, Probe, Provider
 from onnxport.providers.failures import forget
@@ -154,7 +154,7 @@ class _Selection:
         """Add the figures that are missing; returns the model that is still loaded, if any."""
         last: tuple[str, Model] | None = None
         untried = [name for name in providers if name not in figures]
-        if self._artifact.manifest.files[WEIGHTS_FILE].size >= ANNOUNCED_BYTES:
+        if self._artifact.manifest.weight_bytes >= ANNOUNCED_BYTES:
             logger.warning(
                 "%s is tried on %s, once, to be run by the fastest provider from then on; that may "
                 "take minutes. Name a provider, or say --no-trial, to do without",

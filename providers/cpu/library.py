@@ -43,6 +43,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_settle.argtypes = []
     library.onnxport_cpu_unsettled_pages.restype = ctypes.c_int64
     library.onnxport_cpu_unsettled_pages.argtypes = []
+    library.onnxport_cpu_weight_memory_bytes.restype = ctypes.c_int64
+    library.onnxport_cpu_weight_memory_bytes.argtypes = []
     library.onnxport_cpu_plane_parts_left.restype = ctypes.c_int64
     library.onnxport_cpu_plane_parts_left.argtypes = []
     library.onnxport_cpu_make_plane_part.restype = ctypes.c_int
@@ -66,6 +68,15 @@ def isa() -> str | None:
         return None
     name: bytes = load_library(path).onnxport_cpu_isa()
     return name.decode()
+
+
+def weight_memory_bytes() -> int:
+    """Bytes of packed weights that all sessions of this process keep together.
+
+    What they share counts once; 0 where the library was not built.
+    """
+    path = find_library()
+    return 0 if path is None else int(load_library(path).onnxport_cpu_weight_memory_bytes())
 
 
 def prefers_pairs() -> bool:

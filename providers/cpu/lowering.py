@@ -14,6 +14,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.manifest import WEIGHT_FILES
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.block_offsets import fuse_block_offsets
 from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
@@ -37,7 +38,7 @@ from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import QMOE, split_experts
 from onnxport.graphs.passes.state_slots import use_state_slots
 from onnxport.graphs.passes.stored_scales import use_stored_scales
-from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
+from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.caches import CACHE_DTYPES, Layout
 from onnxport.providers.cpu.choices import (
@@ -236,11 +237,11 @@ def _name_plans(model: onnx.ModelProto) -> onnx.ModelProto:
 def _conversion(
     artifact: Artifact, name: str, value: NDArray[Any], source: onnx.TensorProto | None
 ) -> Conversion | None:
-    """How an attached initializer is made again of the weights file; None: it cannot be."""
+    """How an attached initializer is made again of a weights file; None: it cannot be."""
     if source is None or source.data_location != onnx.TensorProto.EXTERNAL:
         return None
     location, offset, _ = artifact.external(source)
-    if location != WEIGHTS_FILE:
+    if location not in WEIGHT_FILES:
         return None
     stored = str(numpy_dtype(source.data_type))
-    return Conversion(name, offset, tuple(source.dims), stored, str(value.dtype))
+    return Conversion(name, location, offset, tuple(source.dims), stored, str(value.dtype))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.manifest import DRAFT_TOKENS, MTP_FOLDER
 from onnxport.graphs.spec import ArchSpec
@@ -165,8 +165,8 @@ def telling(config: SpeculationConfig, options: LoadOptions) -> LoadOptions:
 
 def _default_threads(draft: Path) -> int | None:
     """Return how many threads a draft model gets if nobody says; None: the provider's choice."""
-    weights = Artifact.read(draft, check_graphs=False).manifest.files[WEIGHTS_FILE]
-    return 1 if weights.size <= FEW_BYTES else None
+    manifest = Artifact.read(draft, check_graphs=False).manifest
+    return 1 if manifest.weight_bytes <= FEW_BYTES else None
 
 
 def read_draft_tokens(head: Path) -> NDArray[np.int32]:

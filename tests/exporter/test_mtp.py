@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
 from onnxport.errors import CheckpointError, ExportError, UnsupportedModelError
@@ -73,6 +74,54 @@ def test_the_exported_layer_is_the_one_of_pytorch(name: str, tmp_path: Path) -> 
         found, told = run(artifact, ids, given, own, attention=attention)
         np.testing.assert_allclose(found, logits, rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(told, last, rtol=1e-3, atol=1e-3)
+
+
+def places(artifact: Artifact, folder: Path) -> Mapping[str, tuple[int, int]]:
+    """The inode and offset of each external initializer."""
+    found = {}
+    for one in artifact.load_graph("paged").graph.initializer:
+        if one.data_location == TensorProto.EXTERNAL:
+            location, offset, _ = artifact.external(one)
+            found[one.name] = ((folder / location).stat().st_ino, offset)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["int4", "fp16"])
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("qwen3.5", "embedding head"),
+        ("qwen3.5, tied", "embedding"),
+        ("glm 4.5, shared", "embedding head"),
+        ("glm 4.5", ""),
+    ],
+)
+def test_what_the_layer_has_of_the_model_is_stored_once(
+    name: str, shared: str, precision: str, tmp_path: Path
+) -> None:
+    make(LAYERS[name], tmp_path / "checkpoint")
+    model, layer = export(tmp_path / "checkpoint", tmp_path / "artifact", precision)
+    ours, theirs = places(model, model.path), places(layer, layer.path)
+    for role in ("embedding", "head"):
+        found = ours.keys() & {f"{role}.rows", f"{role}.weight"}
+        assert found or (role == "head" and "tied" in LAYERS[name].case)
+        for one in found:
+            assert (ours[one] in theirs.values()) == (role in shared), one
+    assert not {one for one in ours if one.startswith("layers.")} & {
+        one for one, place in ours.items() if place in theirs.values()
+    }
+
+
+def test_an_equal_copy_in_the_checkpoint_is_stored_once(tmp_path: Path) -> None:
+    """As DeepSeek's and GLM's have one of the model's embedding."""
+    made = make(Mtp("glm4-moe", own=("embedding",)), tmp_path / "checkpoint")
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[made.names["embedding"]] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    model, layer = export(tmp_path / "checkpoint", tmp_path / "artifact", "int4")
+    place = places(model, model.path)["embedding.rows"]
+    assert place in places(layer, layer.path).values()
 
 
 Sources = Mapping[str, tuple[Path, Made]]

@@ -34,7 +34,7 @@ GRAPH = LoweredGraph(
     model=bytes(range(256)) * 4,
     is_exact=False,
     stored_bytes=77,
-    conversions=(Conversion("a", 64, (2, 3), "float16", "float32"),),
+    conversions=(Conversion("a", "model.onnx.data", 64, (2, 3), "float16", "float32"),),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,12 @@ from onnxport.errors import ArtifactError
 from onnxport.exporter.draft_head import export_head
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.manifest import MTP_FOLDER
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.cpu.library import matmul_isa, weight_memory_bytes
+from onnxport.providers.registry import get_provider
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.stats import SpeculationCounters
 from tests.exporter import checkpoints
@@ -50,6 +56,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return found
 
 
+def packed_bytes(*paths: Path) -> int:
+    """What artifacts pack that are loaded together."""
+    gc.collect()
+    before = weight_memory_bytes()
+    options = LoadOptions(threads=1, kv_cache_tokens=64)
+    loaded = [get_provider("cpu").load(Artifact.read(path), options) for path in paths]
+    found = weight_memory_bytes() - before
+    for model in loaded:
+        model.close()
+    return found
+
+
 def counters(llm: LLM) -> SpeculationCounters:
     found = llm.stats().speculation
     assert found is not None
@@ -77,6 +95,27 @@ def test_it_changes_no_token(name: str, budget: int, models: Mapping[str, Path])
     with opened(models[name], CONFIG, max_num_batched_tokens=budget, kv_cache_tokens=128) as llm:
         assert outputs(llm) == expected
         assert llm.stats().num_preemptions
+
+
+@pytest.mark.skipif(matmul_isa() is None, reason="no kernel here packs weights")
+def test_the_head_is_in_memory_once(
+    models: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of an artifact of before, whose layer has files that share nothing with the model's."""
+    make(MODELS["qwen3.5"], tmp_path / "checkpoint")
+    monkeypatch.setattr(ArtifactWriter, "share", lambda *_: None)
+    options = ExportOptions(precision="int4", group_size=32, mtp=True)
+    apart = export_model(tmp_path / "checkpoint", tmp_path / "apart", options)
+    spec = Artifact.read(apart).manifest.model
+    head_bytes = spec.vocab_size * spec.hidden_size  # and scales
+    for path in (models["qwen3.5"], apart):
+        layer, both = packed_bytes(path / MTP_FOLDER), packed_bytes(path, path / MTP_FOLDER)
+        saved = packed_bytes(path) + layer - both
+        assert head_bytes < saved < 1.3 * head_bytes
+    with opened(models["qwen3.5"], CONFIG) as llm:
+        expected = outputs(llm)
+    with opened(apart, CONFIG) as llm:
+        assert outputs(llm) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "deepseek-v3"])

@@ -56,6 +56,11 @@ ONNXPORT_EXPORT int64_t onnxport_cpu_settle() { return onnxport::settle(); }
 // How many huge pages weights could have instead of small ones.
 ONNXPORT_EXPORT int64_t onnxport_cpu_unsettled_pages() { return onnxport::unsettled_pages(); }
 
+// Bytes of weights, packed or made of packed ones, that all sessions together keep.
+ONNXPORT_EXPORT int64_t onnxport_cpu_weight_memory_bytes() {
+  return onnxport::weight_memory_bytes();
+}
+
 // How many parts are missing of the four bits of weights that some products read first, and calls
 // have begun to keep; -1: none has begun.
 ONNXPORT_EXPORT int64_t onnxport_cpu_plane_parts_left() { return onnxport::plane_parts_left(); }

@@ -1,5 +1,6 @@
 // onnxport.MatMulNBits: com.microsoft.MatMulNBits at accuracy level 4 with our own kernels. Weights
-// are packed once, when the session is made. With the inputs skip and gamma it normalizes A + skip
+// are packed once, when the session is made, and kernels that have the same ones share them (see
+// shared_weights.h). With the inputs skip and gamma it normalizes A + skip
 // first (see Norm), and returns that sum, too, and if asked for what was normalized. With the input
 // exact, int32 and one for each row, only so many of a row's largest outputs are sure to be exact,
 // and all others are less; zero: all are (see coarse.h). With the input summary_scales, float and one
@@ -20,8 +21,8 @@
 #include "coarse_run.h"
 #include "op_adapters.h"
 #include "op_weights.h"
-#include "pack.h"
 #include "pages.h"
+#include "shared_weights.h"
 
 namespace onnxport::op {
 namespace {
@@ -53,16 +54,11 @@ constexpr ZeroInputs kZeros{kZeroPoints, kOffsets, "zero_points", "offsets"};
 
 struct MatMulKernel {
   Api api;
-  WeightMemory weights;
+  std::shared_ptr<SharedWeights> weights;
   std::optional<WeightMemory> zeros;
   MatMul settings;     // a call fills in the rest
   ProductLora lora{};  // likewise; without a largest rank there are no adapters
-  std::unique_ptr<CoarseProduct> coarse;  // null where it does not suit
-
-  MatMulKernel(const Api& a, const MatMul& m)
-      : api(a), weights(static_cast<size_t>(num_panels(m) * panel_bytes(m))), settings(m) {
-    settings.weights = weights.data();
-  }
+  CoarseProduct* coarse = nullptr;  // the weights'; null where it does not suit
 };
 
 void read_lora(const Api& api, const ort::KernelInfo* info, const MatMul& m, ProductLora& lora) {
@@ -92,10 +88,13 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
   m.half_scales = are_halves(stored_scales(weights, kStored), elements(weights.scales));
   m.bias = read_bias(api, info, kName, m, kBias);
-  auto kernel = std::make_unique<MatMulKernel>(api, m);
+  auto kernel = std::make_unique<MatMulKernel>();
+  kernel->api = api;
+  kernel->settings = m;
   read_lora(api, info, m, kernel->lora);
-  pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, kStored),
-                        kernel->weights.data());
+  kernel->weights = share_weights(m, weights.quants.as<const uint8_t>(),
+                                  stored_scales(weights, kStored));
+  kernel->settings.weights = kernel->weights->data();
   forget_weights(weights, kStored);
   if (const auto* zeros = read_zeros(api, info, kName, m, kZeros)) {
     kernel->settings.has_offsets = m.has_offsets;
@@ -103,8 +102,7 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
         kernel->zeros, m, [&](uint16_t* packed) { pack_zeros(m, zeros, packed); });
     forget_file_pages(zeros, static_cast<size_t>(m.n * stored_zero_bytes(m)));
   }
-  if (CoarseProduct::suits(kernel->settings))
-    kernel->coarse = std::make_unique<CoarseProduct>(kernel->settings);
+  kernel->coarse = kernel->weights->coarse(kernel->settings);
   return kernel;
 }
 

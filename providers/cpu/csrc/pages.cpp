@@ -1,5 +1,6 @@
 #include "pages.h"
 
+#include <atomic>
 #include <new>
 
 #if defined(__linux__)
@@ -9,13 +10,17 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
 #endif
 
 namespace onnxport {
+namespace {
+
+std::atomic<int64_t> memory_bytes{0};
+
+}  // namespace
 
 #if defined(__linux__)
 namespace {
@@ -182,6 +187,7 @@ WeightMemory::WeightMemory(size_t bytes) : bytes_(bytes), data_(nullptr) {
     known.all.erase(std::remove_if(known.all.begin(), known.all.end(), is_gone), known.all.end());
     known.all.push_back(region_);
   }
+  memory_bytes += static_cast<int64_t>(bytes);
 }
 
 int64_t set_slow_page_ns(int64_t slow_ns) { return slow_page_ns.exchange(slow_ns); }
@@ -262,7 +268,9 @@ class Region {
 };
 
 WeightMemory::WeightMemory(size_t bytes)
-    : region_(std::make_shared<Region>(bytes)), bytes_(bytes), data_(region_->data()) {}
+    : region_(std::make_shared<Region>(bytes)), bytes_(bytes), data_(region_->data()) {
+  memory_bytes += static_cast<int64_t>(bytes);
+}
 
 void forget_file_pages(const void*, size_t) {}
 
@@ -271,6 +279,11 @@ int64_t settle() { return 0; }
 int64_t unsettled_pages() { return 0; }
 #endif
 
-WeightMemory::~WeightMemory() { region_->give_back(data_, bytes_); }
+WeightMemory::~WeightMemory() {
+  memory_bytes -= static_cast<int64_t>(bytes_);
+  region_->give_back(data_, bytes_);
+}
+
+int64_t weight_memory_bytes() { return memory_bytes; }
 
 }  // namespace onnxport

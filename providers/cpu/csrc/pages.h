@@ -27,6 +27,9 @@ class WeightMemory {
   uint8_t* data_;
 };
 
+// Bytes of all weight memory that there is. From any thread.
+int64_t weight_memory_bytes();
+
 // Where a huge page takes longer to get than so much of a thread's time, three times in a row, what
 // follows in its region has small pages at first: on a virtual machine whose host took free memory
 // back, which it does in large pieces, each huge page is made anew there, while small ones come from
