@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
 from onnxport.errors import CheckpointError, ExportError, UnsupportedModelError
+from onnxport.exporter import export as export_module
 from onnxport.exporter.draft_head import export_head
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
@@ -122,6 +124,24 @@ def test_an_equal_copy_in_the_checkpoint_is_stored_once(tmp_path: Path) -> None:
     model, layer = export(tmp_path / "checkpoint", tmp_path / "artifact", "int4")
     place = places(model, model.path)["embedding.rows"]
     assert place in places(layer, layer.path).values()
+
+
+def test_the_room_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored once is counted once."""
+    asked = []
+    writer = export_module.ArtifactWriter
+
+    def write(*args: Any, expected_bytes: int, **options: Any) -> Any:
+        asked.append(expected_bytes)
+        return writer(*args, expected_bytes=expected_bytes, **options)
+
+    monkeypatch.setattr(export_module, "ArtifactWriter", write)
+    for name in ("glm 4.5, shared", "glm 4.5"):
+        make(LAYERS[name], tmp_path / name)
+        model, _ = export(tmp_path / name, tmp_path / f"{name} artifact", "int4")
+    numbers = model.manifest.model.vocab_size * model.manifest.model.hidden_size
+    matrix = numbers + numbers // 32 * 2  # int8, and a scale in 16 bits of each 32
+    assert asked[1] - asked[0] == 2 * matrix  # embedding and head
 
 
 Sources = Mapping[str, tuple[Path, Made]]

@@ -138,14 +138,14 @@ async def test_a_function_of_a_namespace_is_chosen(ask: Ask, name: str, chosen: 
 async def test_tools_that_cannot_be(
     ask: Ask, fields: dict[str, Any], param: str | None, words: str
 ) -> None:
-    body = {"input": "ab", "tools": TOOLS, **fields}
+    body: dict[str, Any] = {"input": "ab", "tools": TOOLS, **fields}
     error = error_of(await ask().post("/v1/responses", **body))
     assert words in error["message"]
     assert param in (None, error["param"])
 
 
 async def test_what_codex_says_of_itself_says_nothing(ask: Ask) -> None:
-    body = {"input": "ab", "client_metadata": {"session_id": "0", "turn": "{}"}}
+    body: dict[str, Any] = {"input": "ab", "client_metadata": {"session_id": "0", "turn": "{}"}}
     assert (await ask().post("/v1/responses", **body)).status_code == 200
 
 
@@ -154,7 +154,7 @@ async def test_what_codex_says_of_itself_says_nothing(ask: Ask) -> None:
 
 async def test_a_runner_is_told_to_go_on_without_a_thread(ask: Ask) -> None:
     client = ask()
-    body = {"max_tokens": 8, "messages": MESSAGES}
+    body: dict[str, Any] = {"max_tokens": 8, "messages": MESSAGES}
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
         refused = await client.post("/v1/messages", **body, thread=thread, stream=True)
         assert refused.status_code == 400
@@ -178,7 +178,12 @@ async def test_where_a_call_is_forced_a_form_of_answers_says_nothing(ask: Ask) -
     forms = []
     for text in ({}, {"text": {"format": FORM}}):
         client = ask(call("look"))
-        body = {"input": "ab", "tools": [function("look")], "tool_choice": choice, **text}
+        body: dict[str, Any] = {
+            "input": "ab",
+            "tools": [function("look")],
+            "tool_choice": choice,
+            **text,
+        }
         found = await client.post("/v1/responses", **body)
         assert found.status_code == 200, found.text
         assert [each["type"] for each in found.json()["output"]] == ["function_call"]
@@ -197,7 +202,7 @@ async def test_where_a_call_is_forced_a_form_of_answers_says_nothing(ask: Ask) -
 
 async def test_it_has_to_be_valid_there_too(ask: Ask) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": CITY}}
-    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+    body: dict[str, Any] = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
     wrong = {"type": "json_schema"}
     error = error_of(await ask().post("/v1/chat/completions", **body, response_format=wrong))
     assert error["param"] == "response_format.json_schema"

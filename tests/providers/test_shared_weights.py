@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.inspect import attribute_int
-from onnxport.providers.base import Model
+from onnxport.graphs.manifest import MTP_FOLDER
+from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import weight_memory_bytes
+from onnxport.providers.registry import open_model
 from tests.exporter.checkpoints import VOCAB
+from tests.exporter.mtp_layers import Mtp, make
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.test_cpu_matmul import needs_kernel, opened, step
 
@@ -72,3 +79,26 @@ def test_packed_weights_are_there_once(
     del model, second, third
     gc.collect()
     assert weight_memory_bytes() == start
+
+
+def test_a_later_start_finds_what_lies_in_the_layers_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of floats that are converted as the model is loaded, by a graph that was kept."""
+    caplog.set_level(logging.INFO)
+    make(Mtp("glm4-moe"), tmp_path / "checkpoint")
+    exported = ExportOptions(precision="fp16", mtp=True)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "model", exported)
+    options = LoadOptions(threads=1, kv_cache_tokens=512, graph_cache=tmp_path / "graphs")
+    found = []
+    for is_kept in (False, True):
+        model = open_model(path, "cpu", options)
+        assert ("lowered by an earlier start" in caplog.text) == is_kept
+        found.append(step(model, PARTS).tobytes())
+        model.close()
+    assert found[0] == found[1]
+    moved = path / MTP_FOLDER / WEIGHTS_FILE
+    os.utime(moved, ns=(1, 1))  # another file, for all that is known
+    caplog.clear()
+    open_model(path, "cpu", options).close()
+    assert "lowered by an earlier start" not in caplog.text
