@@ -112,6 +112,12 @@ class Lines(Generic[Key]):
         """The requests of one adapter, in order."""
         return self._lines.get(adapter, ())
 
+    def among(self, adapters: Collection[int]) -> list[int]:
+        """Those of some adapters that have a line; it takes as long as the fewer of both are."""
+        if len(adapters) < len(self._lines):
+            return [one for one in adapters if one in self._lines]
+        return [one for one in self._lines if one is not None and one in adapters]
+
     def up_to(self, adapter: int | None, key: Key) -> Iterable[Request]:
         """Those of one adapter whose key is not larger."""
         line = self._lines.get(adapter)
@@ -175,12 +181,13 @@ class Lane:
         if bars.open is None:
             return iter(self)
         lines: list[Iterable[Request]] = [self._lines.of(None)]
-        for adapter, last in bars.open.items():
+        for adapter in self._lines.among(bars.open):
+            last = bars.open[adapter]
             if last is None or self._level < last[0]:
                 lines.append(self._lines.of(adapter))
             elif self._level == last[0]:
                 lines.append(self._lines.up_to(adapter, last[1]))
-        return heapq.merge(*lines, key=self._urgency)
+        return iter(lines[0]) if len(lines) == 1 else heapq.merge(*lines, key=self._urgency)
 
 
 class WaitingQueue:
