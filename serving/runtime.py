@@ -27,6 +27,7 @@ from onnxport.serving.offload import Offloader
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import native_sampler
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.waiting import NO_BARS
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class Runtime:
         scheduler, turns, failed = self.scheduler, self.turns, []
         if self.adapters.wants_slots:
             failed = turns.take(scheduler.running, scheduler.waiting)
-        elif turns.first is None and not turns.bars:
+        elif turns.first is None and turns.bars is NO_BARS:
             return failed
         else:
             turns.clear()

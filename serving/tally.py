@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from onnxport.serving.events import EventKind, FinishedRecord, Listener, RequestEvent, StepRecord
 from onnxport.serving.outputs import FINISH_REASONS, FinishReason
@@ -21,6 +22,7 @@ class Tally:
         self._gap_s: float | None = None  # mean time between two requests that end
         self._last_end_s: float | None = None  # since there was work
         self._finished: dict[FinishReason, int] = dict.fromkeys(FINISH_REASONS, 0)
+        self._adapters = _AdapterNames()
         self._num_steps = 0
         self.num_failed_steps = 0
         self.num_refused = 0
@@ -87,7 +89,7 @@ class Tally:
         """Return a snapshot of the counters, with those of the model's parts."""
         scheduler, pool, offloader = runtime.scheduler, runtime.pool, runtime.offloader
         store = offloader.store if offloader else None
-        running, waiting = _adapters(runtime)
+        running, waiting = self._adapters.of(runtime)
         return EngineStats(
             num_requests_running=scheduler.num_running,
             num_requests_waiting=scheduler.num_waiting,
@@ -120,21 +122,31 @@ class Tally:
         )
 
 
-def _adapters(runtime: Runtime) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the adapters of requests that run, and of those that wait, by name."""
-    unfinished = runtime.adapters.num_requests
-    if not any(unfinished.values()):
-        return (), ()
-    # Those that wait may be thousands, so they are what is left of all. A name may be of two
-    # adapters: one that was replaced still runs.
-    running = {
-        (member.number, member.name, one.request_id)
-        for one in runtime.scheduler.running
-        if one.adapter
-        for member in one.adapter.members
-    }
-    counts = Counter(number for number, _, _ in running)
-    waiting = [
-        one.name for one in runtime.adapters.loaded if unfinished[one.name] > counts[one.number]
-    ]
-    return tuple(sorted({name for _, name, _ in running})), tuple(sorted(waiting))
+class _AdapterNames:
+    """The adapters of requests that run and wait: thousands perhaps, so they are found once."""
+
+    def __init__(self) -> None:
+        self._unfinished: Mapping[str, int] = {}
+        self._running: set[tuple[int, str, str]] = set()
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    def of(self, runtime: Runtime) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the adapters of requests that run, and of those that wait, by name."""
+        unfinished = runtime.adapters.num_requests
+        # A name may be of two adapters: one that was replaced still runs.
+        running = {
+            (member.number, member.name, one.request_id)
+            for one in runtime.scheduler.running
+            if one.adapter
+            for member in one.adapter.members
+        }
+        if unfinished is not self._unfinished or running != self._running:
+            self._unfinished, self._running = unfinished, running
+            counts = Counter(number for number, _, _ in running)
+            waiting = sorted(  # what is left of all
+                one.name
+                for one in runtime.adapters.loaded
+                if unfinished[one.name] > counts[one.number]
+            )
+            self._names = tuple(sorted({name for _, name, _ in running})), tuple(waiting)
+        return self._names

@@ -123,6 +123,8 @@ class Mixes:
         self._by_parts: dict[Parts, Entry] = {}  # those that requests find
         # By number: these, and those whose parts were unloaded or replaced.
         self._entries: dict[int, Entry] = {}
+        # By number: those that no request uses, which are no more than slots: others are spent.
+        self._idle: dict[int, Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -147,6 +149,13 @@ class Mixes:
         self._entries[number] = entry
         return entry
 
+    def note_use(self, mix: Entry) -> None:
+        """A request that uses one has come or ended."""
+        if mix.num_requests:
+            self._idle.pop(mix.adapter.number, None)
+        else:
+            self._idle[mix.adapter.number] = mix
+
     def hide(self, part: Adapter) -> None:
         """Let no more requests find mixes of an adapter."""
         for parts, entry in list(self._by_parts.items()):
@@ -156,16 +165,17 @@ class Mixes:
 
     def spent(self) -> list[Entry]:
         """Those that no request uses, and that have no slot or are found no more."""
-        return [one for one in self._entries.values() if is_spent(one)]
+        return [one for one in self._idle.values() if is_spent(one)]
 
     def idle(self) -> list[Entry]:
         """Those that no request uses."""
-        return [one for one in self._entries.values() if not one.num_requests]
+        return list(self._idle.values())
 
     def remove(self, entry: Entry) -> list[Entry]:
         """Forget one; returns its parts, which it needs no more."""
         self._by_parts.pop(entry.adapter.parts, None)
         del self._entries[entry.adapter.number]
+        self._idle.pop(entry.adapter.number, None)
         parts = parts_of(entry)
         for part in parts:
             part.num_mixes -= 1
@@ -173,7 +183,9 @@ class Mixes:
 
     def check(self) -> None:
         """Assert the invariants (for tests)."""
-        assert not self.spent()
+        assert not any(is_spent(one) for one in self.entries)
+        idle = {number: one for number, one in self._entries.items() if not one.num_requests}
+        assert idle == self._idle
         assert all(not one.hidden for one in self._by_parts.values())
         for entry in self.entries:
             assert entry.hidden != (self._by_parts.get(entry.adapter.parts) is entry)

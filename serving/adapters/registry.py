@@ -71,6 +71,7 @@ class AdapterRegistry:
         self._slots = ModelSlots(model)
         self._loaded: Mapping[str, Adapter] = MappingProxyType({})  # replaced as a whole
         self._scales: Mapping[str, float] = MappingProxyType({})  # likewise
+        self._num_requests: Mapping[str, int] | None = None  # None: it has to be counted
         self._mixes = Mixes()
         self._places = count()
         self.reader: AdapterReader | None = None
@@ -83,10 +84,16 @@ class AdapterRegistry:
         return tuple(self._loaded.values())
 
     @property
-    def num_requests(self) -> dict[str, int]:
-        """Unfinished requests of each adapter that requests may pick."""
-        entries = {name: self._entries[one.number] for name, one in self._loaded.items()}
-        return {name: one.num_requests + one.num_mixed_requests for name, one in entries.items()}
+    def num_requests(self) -> Mapping[str, int]:
+        """Unfinished requests of each adapter that requests may pick; the same one till it changes.
+
+        It is asked for after each step, and adapters may be many.
+        """
+        if self._num_requests is None:
+            entries = [(name, self._entries[one.number]) for name, one in self._loaded.items()]
+            counts = {name: one.num_requests + one.num_mixed_requests for name, one in entries}
+            self._num_requests = MappingProxyType(counts)
+        return self._num_requests
 
     @property
     def num_held(self) -> int:
@@ -234,6 +241,7 @@ class AdapterRegistry:
         if slot is not None:
             self._slots.occupy(slot, entry)
         self._loaded = MappingProxyType({**self._loaded, name: adapter})
+        self._num_requests = None
         logger.info(
             "loaded the adapter %s, rank %d, from %s into %s; it was trained on %s",
             *(name, adapter.rank, adapter.path),
@@ -255,6 +263,7 @@ class AdapterRegistry:
         self._scales = MappingProxyType(
             {each: scale for each, scale in self._scales.items() if each != name}
         )
+        self._num_requests = None
         self._hide(adapter)
         logger.info("unloaded the adapter %s", name)
 
@@ -269,7 +278,10 @@ class AdapterRegistry:
             entry = self._entries[adapter.number]
         assert not entry.hidden
         entry.last_used = next(self._uses)
+        self._num_requests = None
         self._slots.begin_use(entry)
+        if adapter.parts:
+            self._mixes.note_use(entry)
         for part in parts_of(entry):
             part.num_mixed_requests += 1
         return entry.adapter
@@ -278,7 +290,10 @@ class AdapterRegistry:
         """A request that held an adapter has ended."""
         entry = self._entries[adapter.number]
         entry.last_used = next(self._uses)
+        self._num_requests = None
         self._slots.end_use(entry)
+        if adapter.parts:
+            self._mixes.note_use(entry)
         for part in parts_of(entry):
             part.num_mixed_requests -= 1
         self._tidy(entry)
@@ -332,6 +347,8 @@ class AdapterRegistry:
         }
         assert visible == self._loaded
         assert self._scales.keys() <= visible.keys()
+        told, self._num_requests = self.num_requests, None
+        assert told == self.num_requests
         assert self.num_held <= self._most
         for number, entry in self._entries.items():
             assert entry.adapter.number == number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection
 from typing import Final
 
@@ -27,7 +26,8 @@ class SlotTurns:
     first one while those behind it go on; a slot that is drained stays so until it is lost, or
     every adapter that is wanted has one, so nothing is drained in turns for ever. All others behind
     the first request may start. The line is that of `WaitingQueue.place`, whoever's turn it is.
-    What is done for a step does not grow with it: of each adapter one request is looked at.
+    What is done for a step grows neither with it nor with the number of adapters in it: of each
+    adapter that has a slot one request is looked at, up to the first one without.
 
     A device that could not write a slot is not asked again in that step, whoever else waits, nor in
     the next ones while others run: one at first, and twice as many after each failure that follows,
@@ -64,36 +64,30 @@ class SlotTurns:
         """
         kept = {one.adapter.number for one in running if one.adapter is not None}
         ahead: set[int] = set()  # adapters of requests that wait and have a slot
-        lines = waiting.by_adapter()
-        heads = [(waiting.place(one := next(line)), number, one) for number, line in lines.items()]
-        heapq.heapify(heads)
         failed: list[Failed] = []
         may_write = self._may_write(running)
-        while heads:
-            place, number, request = heads[0]
+        line = waiting.adapted.firsts()
+        while (request := next(line, None)) is not None:
+            assert request.adapter is not None
+            number = request.adapter.number
             try:
                 if not self._has_slot(number, kept, may_write=may_write):
-                    self._drain_for(request, place, lines, ahead)
+                    self._drain_for(request, waiting.place(request), ahead)
                     return failed
             except DeviceLostError:
                 self._num_failures = self._num_paused = 0  # the next one may do better
                 raise
             except AdapterError as error:  # it cannot be written for any of them
-                failed += [(one, error) for one in (request, *lines[number])]
-                heapq.heappop(heads)
+                failed += [(one, error) for one in waiting.adapted.of(number)]
                 continue
             except (CapacityError, ProviderError) as error:
                 self._note_failure()
                 may_write = False
                 failed.append((request, error))
-                if (following := next(lines[number], None)) is None:
-                    heapq.heappop(heads)
-                else:
-                    heapq.heapreplace(heads, (waiting.place(following), number, following))
+                line = waiting.adapted.firsts_behind(request)
                 continue
             kept.add(number)
             ahead.add(number)
-            heapq.heappop(heads)
         self.clear()
         return failed
 
@@ -122,9 +116,7 @@ class SlotTurns:
         self._num_paused = min(MOST_PAUSED, 1 << self._num_failures)
         self._num_failures += self._num_paused < MOST_PAUSED
 
-    def _drain_for(
-        self, request: Request, place: Place, wanted: Collection[int], ahead: Collection[int]
-    ) -> None:
+    def _drain_for(self, request: Request, place: Place, ahead: Collection[int]) -> None:
         """Let a slot become free for a request: the same one as before, as long as it lasts.
 
         One that requests ahead use may be theirs for as long as they keep coming; if all that are
@@ -133,8 +125,7 @@ class SlotTurns:
         Args:
             request: the first in line without a slot; one may be free that cannot be written yet.
             place: where it stands.
-            wanted: numbers of the adapters that waiting requests use.
-            ahead: numbers of those of them that requests further ahead use.
+            ahead: numbers of the adapters in slots that requests further ahead use.
         """
         adapters = self._adapters
         draining = [one for one in self._draining if adapters.has_slot(one)]
@@ -145,15 +136,13 @@ class SlotTurns:
                 draining.append(unused)
             elif not draining:
                 draining.append(slots[0])
-        bars: dict[int, Place | None] = {
-            number: None for number in wanted if not adapters.has_slot(number)
-        }
-        bars.update(dict.fromkeys(draining, place))  # who is ahead may start
+        may_start: dict[int, Place | None] = dict.fromkeys(adapters.by_last_use())
+        may_start.update(dict.fromkeys(draining, place))  # who is ahead may start
         first = None
         if not draining or any(one not in ahead for one in draining):
             # Else those ahead must find room to start.
             first = request
             assert request.adapter is not None
-            bars[request.adapter.number] = place
+            may_start[request.adapter.number] = place
         self._draining = draining
-        self.first, self.bars = first, bars
+        self.first, self.bars = first, Bars(may_start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.null import NullModel
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.waiting import NO_BARS, Bars
 from tests.serving.adapting import adapter_engine, alone_with, content, null_options
 from tests.serving.helpers import GREEDY, checked_step, null_model, run, submit, tokens
 
@@ -263,38 +265,61 @@ def test_the_slot_that_is_drained_is_one_that_nobody_ahead_waits_for() -> None:
     place = engine._scheduler.waiting.place
     assert turns.first is not None
     assert turns.first.request_id == "wants"
-    assert turns.bars == dict.fromkeys([numbers["1"], numbers["2"]], place(turns.first))
+    drained = dict.fromkeys([numbers["1"], numbers["2"]], place(turns.first))
+    assert turns.bars == Bars({numbers["0"]: None, **drained})
     run(engine)
 
 
+def num_calls(function: Callable[[], object]) -> int:
+    """How many functions are called, those in C included."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()  # a collection calls whoever listens to it, such as hypothesis
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+def choose_and_tell(engine: Engine) -> None:
+    """All that a step does with those that wait, before it runs and when it is over."""
+    engine._runtime.take_slots()
+    engine._scheduler.plan(loading=engine._runtime.load())
+    engine.stats()
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-def test_planning_takes_as_long_whatever_the_length_of_the_line(policy: str) -> None:
-    def num_calls(waiting: int) -> int:
-        engine = few_slots(5, 2, {"scheduling_policy": policy}, max_num_seqs=8)
-        for number in range(waiting):
-            adapter = number if number < 2 else 2 + number % 3  # the first two have the slots
+@pytest.mark.parametrize("kind", ["few", "adapters", "sums"])
+def test_planning_takes_as_long_whatever_the_length_of_the_line(policy: str, kind: str) -> None:
+    """Be it of requests for the same adapters, for as many others, or for as many sums of two."""
+
+    def calls(waiting: int) -> int:
+        engine = few_slots(
+            *(waiting if kind == "adapters" else 5, 2),
+            {"scheduling_policy": policy},
+            max_num_seqs=8,
+        )
+        for number in range(waiting):  # the first two have the slots
+            picked: dict[str, Any] = {"adapter": f"{number}"}
+            if number >= 2 and kind == "few":
+                picked = {"adapter": f"{2 + number % 3}"}
+            if number >= 2 and kind == "sums":
+                picked = {"adapter_scales": {"2": 1.0, "3": number / 8}}
             tenant = f"tenant {number % 2}"
-            submit(engine, f"{number}", [number], lengths(99), adapter=f"{adapter}", tenant=tenant)
+            submit(engine, f"{number}", [number], lengths(99), tenant=tenant, **picked)
         for _ in range(3):
             checked_step(engine)
         assert engine.stats().num_requests_running == 2
-        calls = 0
+        return num_calls(lambda: choose_and_tell(engine))
 
-        def count(frame: Any, event: str, argument: Any) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        gc.disable()  # a collection calls whoever listens to it, such as hypothesis
-        sys.setprofile(count)
-        try:
-            engine._runtime.take_slots()
-            engine._scheduler.plan(loading=engine._runtime.load())
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        return calls
-
-    assert num_calls(400) == num_calls(40)
+    assert calls(200) == calls(20)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -562,7 +587,7 @@ def test_a_device_that_is_lost_while_a_drained_slot_is_written() -> None:
     submit(engine, "same", PROMPT, lengths(3), adapter="0")
     while len(engine._scheduler.running) > 1:
         checked_step(engine)
-    assert engine._runtime.turns.bars
+    assert engine._runtime.turns.bars is not NO_BARS
     model.failure = DeviceLostError("unplugged")
     engine.step()
     assert null_model(engine) is spare

@@ -12,7 +12,7 @@ from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.room import NO_ROOM
-from onnxport.serving.waiting import NO_BARS
+from onnxport.serving.waiting import NO_BARS, Bars
 from tests.serving.bench import Bench, group, make_request, name_of, names, rows
 from tests.tiers import examples
 
@@ -624,7 +624,7 @@ def test_those_that_are_barred_are_passed_over_and_keep_no_room() -> None:
     bench = Bench(num_blocks=40, rows=3)
     using(bench, {"a": 1, "b": 2, "c": 1, "d": 2, "e": 3})
     place = bench.scheduler.waiting.place(bench.requests["b"])
-    bench.scheduler.bar({1: None, 2: place})
+    bench.scheduler.bar(Bars({2: place, 3: None}))
     assert names(list(bench.scheduler.planner.next_in_line())) == ["b", "e"]
     assert rows(bench.step()) == [("b", 0, 3), ("e", 0, 3)]
     bench.scheduler.bar(NO_BARS)
@@ -636,7 +636,7 @@ def test_nobody_yields_to_a_request_that_is_barred() -> None:
     bench.submit("low", 3, priority=1)
     bench.step()
     using(bench, {"high": 1})
-    bench.scheduler.bar({1: None})
+    bench.scheduler.bar(Bars({}))
     assert rows(bench.step()) == [("low", 3, 1)]
     bench.scheduler.bar(NO_BARS)
     assert names(bench.step().preempted) == ["low"]
@@ -648,7 +648,7 @@ def test_others_yield_to_the_first_that_is_not_barred() -> None:
     bench.step()
     using(bench, {"waits": 1})
     bench.submit("high", 3, priority=1)
-    bench.scheduler.bar({1: None})
+    bench.scheduler.bar(Bars({}))
     plan = bench.step()
     assert (names(plan.preempted), rows(plan)) == (["low"], [("high", 0, 3)])
 

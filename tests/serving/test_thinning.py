@@ -307,6 +307,27 @@ def test_few_of_many_tokens_are_looked_at(
     assert min(likely) - 1e-4 <= value <= max(likely) + 1e-4
 
 
+@pytest.mark.parametrize(("share", "is_whole"), [(0.02, True), (0.02, False), (0.9, False)])
+def test_few_or_most_of_a_whole_vocabulary_are_typical(share: float, is_whole: bool) -> None:
+    """Where a small share ends, what is looked at reaches from below the average to above it.
+
+    Logits of -inf weigh nothing, which is asked for where there are some.
+    """
+    rng = np.random.default_rng(7)
+    logits = rng.normal(0, 1, (10, 151_936)).astype(np.float32)
+    if not is_whole:
+        logits[:, ::7] = -np.inf
+    row = RowParams(1.0, thinning=Thinning(typical_p=share))
+    rows = [row._replace(uniform=number) for number in rng.random(len(logits)).tolist()]
+    drawn = [sampler_named(name).sample(logits, rows).token_ids for name in SAMPLERS[1:]]
+    assert drawn[0] == drawn[1] == drawn[2]
+    for values, token, one in zip(logits, drawn[0], rows, strict=True):
+        ids, ends = left_of(values, one)
+        [place] = np.flatnonzero(ids == token)
+        start = ends[place - 1] if place else 0.0
+        assert start - NUDGE <= one.uniform <= ends[place] + NUDGE
+
+
 @pytest.mark.parametrize("name", SAMPLERS[1:])
 @pytest.mark.parametrize(
     "thinning", [Thinning(typical_p=0.9), Thinning(typical_p=0.3), Thinning(xtc_threshold=2e-5)]

@@ -11,7 +11,9 @@ from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.waiting import (
+    NO_BARS,
     PATIENCE_S,
+    Bars,
     Place,
     WaitingQueue,
     by_arrival,
@@ -139,6 +141,10 @@ def test_any_order_of_adding_and_removing(data: st.DataObject) -> None:
         assert waiting.first() is expected
         assert len(waiting) == len(inside)
         assert set(waiting) == set(inside)
+        adapted = [one for one in inside if one.adapter is not None]
+        assert list(waiting.adapted) == sorted(adapted, key=waiting.place)
+        found = {one.adapter: one for one in sorted(adapted, key=waiting.place, reverse=True)}
+        assert set(waiting.adapted.firsts()) == set(found.values())
         assert waiting.levels == sorted({one.rank[0] for one in inside})
 
 
@@ -150,28 +156,40 @@ def test_adapters_have_lines_of_their_own() -> None:
         make(3, tenant="b", adapter=1, timeout_s=5),
         make(4, tenant="a", adapter=1, priority=-1),
     )
-    lines = {number: names(list(line)) for number, line in waiting.by_adapter().items()}
-    assert lines == {1: ["4", "3", "0"], 2: ["1"]}
+    assert {number: names(waiting.adapted.of(number)) for number in (1, 2, 3)} == {
+        1: ["4", "3", "0"],
+        2: ["1"],
+        3: [],
+    }
+    assert names(waiting.adapted) == ["4", "3", "0", "1"]
+    assert names(waiting.adapted.firsts()) == ["4", "1"]
+    first = waiting.adapted.first()
+    assert names(waiting.adapted.firsts_behind(first)) == ["3", "1"]
+    waiting.remove(first)
+    assert names(waiting.adapted.firsts()) == ["3", "1"]
+    waiting.add(first)
+    assert names(waiting.adapted.firsts()) == ["4", "1"]
     assert names(waiting) == ["4", "0", "3", "1", "2"]  # tenant by tenant
 
 
-def test_bars_hold_for_adapters_or_for_those_behind_a_place() -> None:
+def test_bars_leave_out_adapters_or_those_behind_a_place() -> None:
     first, *others = (make(number, adapter=number % 2) for number in range(6))
     waiting = queue(first, *others, make(6), make(7, priority=-1, adapter=0))
-    assert names(waiting.startable({0: None})) == ["1", "3", "5", "6"]
+    assert names(waiting.startable(Bars({1: None}))) == ["1", "3", "5", "6"]
     place = waiting.place(others[1])  # of number 2
-    assert names(waiting.startable({0: place, 1: place})) == ["7", "0", "1", "2", "6"]
-    assert names(waiting.startable({0: waiting.place(first), 1: None})) == ["7", "0", "6"]
-    assert names(waiting.startable({2: None})) == names(waiting)
+    assert names(waiting.startable(Bars({0: place, 1: place}))) == ["7", "0", "1", "2", "6"]
+    assert names(waiting.startable(Bars({0: waiting.place(first)}))) == ["7", "0", "6"]
+    assert names(waiting.startable(Bars({0: None, 1: None, 2: None}))) == names(waiting)
+    assert names(waiting.startable(NO_BARS)) == names(waiting)
     for bars, passed, expected in (
-        ({}, [], "7"),
-        ({0: None}, [], "1"),
-        ({0: place}, [], "7"),
-        ({0: None}, [others[0]], "3"),
-        ({0: None, 1: None}, [], "6"),
+        (NO_BARS, [], "7"),
+        (Bars({1: None}), [], "1"),
+        (Bars({0: place, 1: None}), [], "7"),
+        (Bars({1: None}), [others[0]], "3"),
+        (Bars({}), [], "6"),
     ):
         assert waiting.first(bars, passed).request_id == expected
-    assert waiting.first({0: None}, list(waiting)) is None
+    assert waiting.first(Bars({1: None}), list(waiting)) is None
 
 
 @given(st.data())
@@ -189,16 +207,29 @@ def test_what_may_start_is_what_is_not_barred(data: st.DataObject) -> None:
     ]
     waiting = queue(*requests)
     places = st.sampled_from([None, *map(waiting.place, requests)])
-    bars: dict[int, Place | None] = draw(st.dictionaries(st.sampled_from([1, 2, 3]), places))
-    for number, line in waiting.by_adapter().items():
+    opened: dict[int, Place | None] = draw(st.dictionaries(st.sampled_from([1, 2, 3]), places))
+    bars = draw(st.sampled_from([NO_BARS, Bars(opened)]))
+    firsts = []
+    for number in (1, 2, 3):
         own = [one for one in requests if one.adapter is not None and one.adapter.number == number]
-        assert list(line) == sorted(own, key=waiting.place)
+        own.sort(key=waiting.place)
+        assert list(waiting.adapted.of(number)) == own
+        firsts += own[:1]
+    assert list(waiting.adapted.firsts()) == sorted(firsts, key=waiting.place)
+    for one in firsts:
+        behind = [other for other in firsts if waiting.place(other) > waiting.place(one)]
+        assert one.adapter is not None
+        behind += list(waiting.adapted.of(one.adapter.number))[1:2]
+        assert list(waiting.adapted.firsts_behind(one)) == sorted(behind, key=waiting.place)
     barred = {
         one
         for one in requests
         if one.adapter is not None
-        and one.adapter.number in bars
-        and ((last := bars[one.adapter.number]) is None or waiting.place(one) > last)
+        and bars.open is not None
+        and (
+            one.adapter.number not in bars.open
+            or ((last := bars.open[one.adapter.number]) is not None and waiting.place(one) > last)
+        )
     }
     passed = draw(st.sets(st.sampled_from(requests)))
     startable = [one for one in requests if one not in barred and one not in passed]

@@ -127,14 +127,16 @@ struct Kernels {
   // summed up in float, and these sums in double.
   Tally (*tally)(const float* values, int64_t count, Weighing weighing, float top, float edge);
 
-  // Tallies all values, for Tally::kEdges edges.
-  Tally (*tally_all)(const float* values, int64_t count, Weighing weighing, const float* edges);
+  // Tallies all values, for Tally::kEdges edges. None of them is below `least`; -inf: not known, which
+  // takes longer.
+  Tally (*tally_all)(const float* values, int64_t count, Weighing weighing, float least,
+                     const float* edges);
 
   // The same without edges.
-  Tally (*tally_logs)(const float* values, int64_t count, Weighing weighing);
+  Tally (*tally_logs)(const float* values, int64_t count, Weighing weighing, float least);
 
-  // As gather: the values that are in any of the brackets, whose ends are above -inf. As many
-  // values of `ahead` are brought near; null: none.
+  // As gather: the values that are in any of the brackets, whose ends are above -inf; the first one
+  // may end at inf, which is quicker. As many values of `ahead` are brought near; null: none.
   int64_t (*list)(const float* values, int64_t count, const Brackets& brackets, const float* ahead,
                   float* found, int32_t* places);
 

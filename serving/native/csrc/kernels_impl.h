@@ -262,8 +262,9 @@ class Sums {
 
 constexpr int64_t kTogether = 128;  // values whose weights are summed up in float
 
-// With that many of the edges, and the logarithms, or of the values below `top`.
-template <int kEdges, bool kWithLogs>
+// With that many of the edges, and the logarithms, or of the values below `top`. With kAllWeigh, each
+// has a weight above 0.
+template <int kEdges, bool kWithLogs, bool kAllWeigh>
 static inline onnxport::Tally tally_by(const float* values, int64_t count, Weighing by, float top,
                                        const float* edges) {
   constexpr int kRoom = kEdges > 0 ? kEdges : 1;
@@ -278,12 +279,14 @@ static inline onnxport::Tally tally_by(const float* values, int64_t count, Weigh
     for (int e = 0; e < kEdges; e++) parts[e] = none;
     sixteens(values, first, last, -INFINITY, [&](const Vec& x, int64_t place) {
       __builtin_prefetch(values + place + kAhead);
+      const bool all_weigh = kAllWeigh && place + kLanes <= last;  // behind the last come -inf
       for (int p = 0; p < kParts; p++) {
-        const Floats log = (x.part[p] - by.maximum) * by.scale;
-        Floats w = part_exp2(log);
+        Floats log = (x.part[p] - by.maximum) * by.scale;
+        Floats w = all_weigh ? part_exp2_within(log) : part_exp2(log);
         if (!kWithLogs) w = x.part[p] < end.part[p] ? w : Floats{};
+        if (!all_weigh) log = log > least ? log : least;
         sum.part[p] += w;
-        if (kWithLogs) products.part[p] += w * (log > least ? log : least);
+        if (kWithLogs) products.part[p] += w * log;
         for (int e = 0; e < kEdges; e++) {
           parts[e].part[p] = add_where(parts[e].part[p], reaches(x.part[p], bounds[e].part[p]), w);
         }
@@ -298,21 +301,33 @@ static inline onnxport::Tally tally_by(const float* values, int64_t count, Weigh
   return tally;
 }
 
+// With the logarithms, of values that are at least `least`.
+template <int kEdges>
+static inline onnxport::Tally tally_from(const float* values, int64_t count, Weighing by,
+                                         float least, const float* edges) {
+  return (least - by.maximum) * by.scale >= -126.f
+             ? tally_by<kEdges, true, true>(values, count, by, INFINITY, edges)
+             : tally_by<kEdges, true, false>(values, count, by, INFINITY, edges);
+}
+
 onnxport::Tally tally(const float* values, int64_t count, Weighing by, float top, float edge) {
-  return tally_by<1, false>(values, count, by, top, &edge);
+  return tally_by<1, false, false>(values, count, by, top, &edge);
 }
 
-onnxport::Tally tally_all(const float* values, int64_t count, Weighing by, const float* edges) {
-  return tally_by<onnxport::Tally::kEdges, true>(values, count, by, INFINITY, edges);
+onnxport::Tally tally_all(const float* values, int64_t count, Weighing by, float least,
+                          const float* edges) {
+  return tally_from<onnxport::Tally::kEdges>(values, count, by, least, edges);
 }
 
-onnxport::Tally tally_logs(const float* values, int64_t count, Weighing by) {
-  return tally_by<0, true>(values, count, by, INFINITY, nullptr);
+onnxport::Tally tally_logs(const float* values, int64_t count, Weighing by, float least) {
+  return tally_from<0>(values, count, by, least, nullptr);
 }
 
-int64_t list(const float* values, int64_t count, const onnxport::Brackets& brackets,
-             const float* ahead, float* found, int32_t* places) {
-  if (!ahead) ahead = values;
+// With kIsOpen, the first bracket has no upper end.
+template <bool kIsOpen>
+static inline int64_t list_places(const float* values, int64_t count,
+                                  const onnxport::Brackets& brackets, const float* ahead,
+                                  int32_t* places) {
   Vec lower[3], upper[3];
   for (int b = 0; b < 3; b++) {
     lower[b] = splat(brackets.each[b].lower);
@@ -325,13 +340,23 @@ int64_t list(const float* values, int64_t count, const onnxport::Brackets& brack
     for (int p = 0; p < kParts; p++) {
       Found inside{};
       for (int b = 0; b < 3; b++) {
-        inside |= without(reaches(x.part[p], lower[b].part[p]),
-                          reaches(x.part[p], upper[b].part[p]));
+        const Found from = reaches(x.part[p], lower[b].part[p]);
+        const bool is_open = kIsOpen && b == 0;
+        inside = either(inside, is_open ? from : without(from, reaches(x.part[p], upper[b].part[p])));
       }
       bits |= bits_of(inside) << (p * kPartLanes);
     }
     size = append_places(bits, place, places, size);
   });
+  return size;
+}
+
+int64_t list(const float* values, int64_t count, const onnxport::Brackets& brackets,
+             const float* ahead, float* found, int32_t* places) {
+  if (!ahead) ahead = values;
+  const int64_t size = brackets.each[0].upper == INFINITY
+                           ? list_places<true>(values, count, brackets, ahead, places)
+                           : list_places<false>(values, count, brackets, ahead, places);
   fetch(values, places, size, found);
   return size;
 }

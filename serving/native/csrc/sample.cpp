@@ -50,7 +50,7 @@ Sample::Sample(const Kernels& kernels, const Candidates& all, Weighing by, Scrat
   const double total = masses_[kBuckets];
   if (!(total > 0.0 && total < INFINITY)) return;
   total_ = total;
-  const Tally tally = kernels.tally_logs(s.sample.data(), size, by);
+  const Tally tally = kernels.tally_logs(s.sample.data(), size, by, range.minimum);
   average_ =
       static_cast<double>(by.maximum) + tally.logs / tally.weights / static_cast<double>(by.scale);
 }

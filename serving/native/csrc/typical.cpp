@@ -12,6 +12,8 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kHead =
     10.0;  // tokens less likely than the average by exp(-10) seldom are typical
 constexpr double kWidest = 0.25;      // a bracket of a larger part of all saves nothing
+constexpr int64_t kLittle = 64;       // such a part of all costs less to list than to tell apart
+constexpr double kLeastOff = 0.0005;  // of all weights: brackets are by as much wider, at least
 constexpr double kLeastShare = 0.01;  // a smaller one is lost in the rounding of the sums of all
 
 // How far the surprise of tokens, -log p, is from what it is on average.
@@ -58,18 +60,18 @@ Surprise surprise_of(const Candidates& all, const std::vector<float>& weights, W
 // of the values.
 class Nearest {
  public:
-  // By their weights, in scratch.weights.
-  Nearest(const Kernels& kernels, const Surprise& surprise, const Candidates& all, double wanted,
-          Scratch& s)
+  // By their weights, in scratch.weights. None is nearer than `least`.
+  Nearest(const Kernels& kernels, const Surprise& surprise, const Candidates& all, double least,
+          double wanted, Scratch& s)
       : surprise_(surprise), all_(all), s_(s) {
     const Range range = kernels.scan(all.values, all.size);
     const double widest =
-        std::max(surprise.distance(range.maximum), surprise.distance(range.minimum));
+        std::max(surprise.distance(range.maximum), surprise.distance(range.minimum)) - least;
     const double per_unit = widest > 0.0 ? kBuckets / widest : 0.0;
     s.buckets.resize(static_cast<size_t>(all.size));
     double masses[kBuckets] = {};
     for (int64_t i = 0; i < all.size; i++) {
-      const double place = surprise.distance(all.values[i]) * per_unit;
+      const double place = std::max(0.0, surprise.distance(all.values[i]) - least) * per_unit;
       const int32_t bucket = place < kBuckets - 1 ? static_cast<int32_t>(place) : kBuckets - 1;
       s.buckets[static_cast<size_t>(i)] = bucket;
       masses[bucket] += s.weights[static_cast<size_t>(i)];
@@ -138,9 +140,10 @@ Candidates take(const Candidates& all, int64_t begin, int64_t end, const Nearest
 // sample tells how far from them it is, which is little. Only what is there is looked at.
 class Border {
  public:
-  Border(const Kernels& kernels, const Candidates& all, Weighing by, const Sample& sample,
-         Scratch& s)
-      : kernels_(kernels), all_(all), by_(by), sample_(sample), s_(s) {}
+  // None of them is below `least`.
+  Border(const Kernels& kernels, const Candidates& all, Weighing by, float least,
+         const Sample& sample, Scratch& s)
+      : kernels_(kernels), all_(all), by_(by), least_(least), sample_(sample), s_(s) {}
 
   // False if the sample was of no use.
   bool draw(double share, double number, int32_t& place) {
@@ -165,7 +168,7 @@ class Border {
 
   Tally tally_of(const Candidates& some) const {
     const float edges[Tally::kEdges] = {upper_, middle_, lower_};
-    return kernels_.tally_all(some.values, some.size, by_, edges);
+    return kernels_.tally_all(some.values, some.size, by_, least_, edges);
   }
 
   // The weights of values from an edge up to the upper one.
@@ -177,7 +180,7 @@ class Border {
     const double centre = surprise.centre(), top = above(upper_);
     const double wanted = share - part_to(2) + above(lower_) - top;
     const double reach = sample_.reach(centre, wanted);
-    const double off = kLeastPart + deviations * (sample_.deviation(upper_, centre + reach) +
+    const double off = kLeastOff + deviations * (sample_.deviation(upper_, centre + reach) +
                                                   sample_.deviation(lower_, centre - reach));
     const double inner = sample_.reach(centre, wanted - off);
     const double outer = sample_.reach(centre, wanted + off);
@@ -224,7 +227,13 @@ class Border {
         std::max(surprise.distance(each[0].lower), surprise.distance(each[2].upper));
     const double far = std::min(surprise.distance(each[0].upper), surprise.distance(each[2].lower));
     weigh(kernels_, border, by_, s_);
-    const Nearest nearest(kernels_, surprise, border, wanted, s_);
+    // A bracket may reach beyond the average.
+    const bool is_apart =
+        surprise.is_likelier(each[0].lower) && !surprise.is_likelier(each[2].upper);
+    const double least = is_apart ? std::min(surprise.distance(each[0].lower),
+                                             surprise.distance(each[2].upper))
+                                  : 0.0;
+    const Nearest nearest(kernels_, surprise, border, least, wanted, s_);
     const bool is_known = nearest.distance() > near && nearest.distance() < far;
     if (!is_known || nearest.sum() < wanted) return false;
     double before = 0.0;
@@ -242,11 +251,14 @@ class Border {
     return find(take(border, upper, size, nearest, s_.others), target - before - inside, place);
   }
 
-  // What is in the brackets.
+  // What is in the brackets, and what is above all of them if that is little.
   Candidates list() const {
+    Brackets listed = brackets_;
+    const Bracket above{listed.each[0].upper, INFINITY};
+    if (sample_.size(above) <= all_.size / kLittle) listed.each[0].upper = INFINITY;
     Shelf& shelf = s_.split;
     shelf.make_room(all_.size);
-    const int64_t size = kernels_.list(all_.values, all_.size, brackets_, s_.ahead,
+    const int64_t size = kernels_.list(all_.values, all_.size, listed, s_.ahead,
                                        shelf.values.data(), shelf.places.data());
     return shelf.first(size);
   }
@@ -271,6 +283,7 @@ class Border {
   const Kernels& kernels_;
   const Candidates& all_;
   Weighing by_;
+  float least_;
   const Sample& sample_;
   Scratch& s_;
   float upper_ = 0.f, middle_ = 0.f, lower_ = 0.f;  // the edges that the weights are tallied for
@@ -282,7 +295,7 @@ class Border {
 // few; false: others are typical, too.
 bool find_near(const Kernels& kernels, const Row& row, const Candidates& all, Weighing by,
                double share, const Sample& sample, Scratch& s, Candidates& left) {
-  const Tally tally = kernels.tally_logs(all.values, all.size, by);
+  const Tally tally = kernels.tally_logs(all.values, all.size, by, row.range.minimum);
   const Surprise surprise(by, tally.weights, tally.logs / kLog2E);
   const float least =
       static_cast<float>(std::max(surprise.below(kHead), sample.value_of(kMany, INFINITY)));
@@ -291,7 +304,7 @@ bool find_near(const Kernels& kernels, const Row& row, const Candidates& all, We
   if (head.size == 0) return false;
   weigh(kernels, head, by, s);
   const double wanted = share * surprise.total();
-  const Nearest nearest(kernels, surprise, head, wanted, s);
+  const Nearest nearest(kernels, surprise, head, 0.0, wanted, s);
   if (nearest.sum() < wanted || nearest.distance() >= surprise.distance(least)) return false;
   left = take(head, 0, head.size, nearest, s.typical);
   return true;
@@ -303,7 +316,7 @@ Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, d
                    Scratch& s) {
   weigh(kernels, all, by, s);
   const Surprise surprise = surprise_of(all, s.weights, by);
-  const Nearest nearest(kernels, surprise, all, wanted * surprise.total(), s);
+  const Nearest nearest(kernels, surprise, all, 0.0, wanted * surprise.total(), s);
   return take(all, 0, all.size, nearest, s.typical);
 }
 
@@ -313,7 +326,7 @@ bool thin_or_draw(const Kernels& kernels, const Row& row, const Candidates& all,
   const Sample sample(kernels, all, by, s);
   if (sample.is_good()) {
     const bool is_last = request.top_p == 1.0 && request.xtc_threshold > 1.0;
-    Border border(kernels, all, by, sample, s);
+    Border border(kernels, all, by, row.range.minimum, sample, s);
     if (is_last && border.draw(share, request.uniform, place)) return true;
     if (find_near(kernels, row, all, by, share, sample, s, left)) return false;
   }

@@ -72,6 +72,15 @@ static inline Found reaches(Floats a, Floats b) {
 // The lanes of `yes` that are not in `no`.
 static inline Found without(Found yes, Found no) { return static_cast<Found>(yes & ~no); }
 
+// The lanes of both. AVX-512's masks stay what they are: as integers they are moved about.
+static inline Found either(Found one, Found other) {
+#if defined(__AVX512F__)
+  return _kor_mask16(one, other);
+#else
+  return one | other;
+#endif
+}
+
 // Adds the lanes of `w` where a mask has them.
 static inline Floats add_where(Floats sum, Found mask, Floats w) {
 #if defined(__AVX512F__)
@@ -251,14 +260,13 @@ static inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// exp2 of t <= 0, relative error 2e-7; 0 below -126, where what is computed means nothing; exactly 1
-// at 0.
-static inline Floats part_exp2(Floats t) {
-  const Floats rounded = t + 12582912.f;  // 1.5 * 2^23: the low bits are now the nearest integer
+// exp2 of t from -126 to 0, relative error 2e-7; exactly 1 at 0. Below, it means nothing.
+static inline Floats part_exp2_within(Floats t) {
 #if defined(__AVX512DQ__)
-  // The same in one instruction: what rounding to the nearest integer took away.
+  // What rounding to the nearest integer takes away.
   const Floats f = reinterpret_cast<Floats>(_mm512_reduce_ps(reinterpret_cast<__m512>(t), 8));
 #else
+  const Floats rounded = t + 12582912.f;  // 1.5 * 2^23: the low bits are now the nearest integer
   const Floats f = t - (rounded - 12582912.f);
 #endif
   // Minimax of degree 5 on [-0.5, 0.5].
@@ -267,8 +275,20 @@ static inline Floats part_exp2(Floats t) {
   p = fused(p, f, Floats{} + 2.402224209e-1f);
   p = fused(p, f, Floats{} + 6.931469776e-1f);
   p = fused(p, f, Floats{} + 1.f);
+#if defined(__AVX512DQ__)
+  const Floats whole = t - f;
+  return reinterpret_cast<Floats>(
+      _mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(whole)));
+#else
   const Bits bits = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(rounded) << 23);
-  return t >= -126.f ? reinterpret_cast<Floats>(bits) : Floats{};
+  return reinterpret_cast<Floats>(bits);
+#endif
+}
+
+// The same of any t <= 0: 0 below -126.
+static inline Floats part_exp2(Floats t) {
+  const Floats within = part_exp2_within(t);
+  return t >= -126.f ? within : Floats{};
 }
 
 // exp2((x - maximum) * scale), for x up to the maximum.
