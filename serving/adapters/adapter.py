@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+
+import numpy as np
 
 from onnxport.graphs.lora import Projection
 
 Ranks = Mapping[tuple[int, Projection], int]  # by layer, from 0, and projection
+
+_TOKEN_BYTES: Final = 5  # of seven bits each: enough for any vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,19 @@ class Adapter:
         """
         if not self.invocation:
             return 0
-        content = prompt.tobytes()
-        wanted = array(prompt.typecode, self.invocation).tobytes()
-        end = len(content)
-        while (found := content.rfind(wanted, 0, end)) % prompt.itemsize and found >= 0:
-            end = found + len(wanted) - 1  # it began inside of a token
-        return found // prompt.itemsize if found >= 0 else None
+        # `bytes.find` takes linear time whatever repeats, which `rfind` does not.
+        behind = _reversed(prompt).find(_reversed(self.invocation))
+        if behind < 0:
+            return None
+        return len(prompt) - len(self.invocation) - behind // _TOKEN_BYTES
+
+
+def _reversed(tokens: Sequence[int]) -> bytes:
+    """Return tokens from the last to the first, in bytes.
+
+    The first byte of each token has a bit that no other has: found is what begins where one does.
+    """
+    ids = np.array(tokens, np.int64)[::-1, None]
+    parts = ids >> np.arange(0, 7 * _TOKEN_BYTES, 7) & 0x7F
+    parts[:, 0] |= 0x80
+    return parts.astype(np.uint8).tobytes()

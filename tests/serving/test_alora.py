@@ -6,6 +6,7 @@ computed by hand, in `activated.py`.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,8 @@ def cached(engine: Engine, prompt: Sequence[int], name: str | None = None) -> in
         ([], None),
         ([3 << 8, 3 << 8, 9 << 8], None),  # the same bytes, not the same tokens
         ([3, 3, 9, 0, 3 << 8, 3 << 8, 9 << 8, 0], 0),
+        ([3 << 7, 3 << 7, 9 << 7], None),
+        ([3 << 28, 3 << 28, 9 << 28, 0], None),
     ],
 )
 def test_the_last_invocation_counts(prompt: list[int], start: int | None) -> None:
@@ -97,6 +100,15 @@ def test_the_last_invocation_counts(prompt: list[int], start: int | None) -> Non
 def test_it_is_looked_for_from_the_end(prompt: list[int], invocation: list[int]) -> None:
     adapter = Adapter("a", 1, "", 1, content(0).path, None, invocation=tuple(invocation))
     assert adapter.start_in(array("q", prompt)) == border(prompt, invocation)
+
+
+def test_looking_for_it_takes_no_longer_where_tokens_repeat() -> None:
+    """It is done for each request, by the engine's thread, too."""
+    invocation = (0, 1, *[0] * 998)
+    adapter = Adapter("a", 1, "", 1, content(0).path, None, invocation=invocation)
+    start_s = time.monotonic()
+    assert adapter.start_in(array("q", [0] * 100_000)) is None
+    assert time.monotonic() - start_s < 1.5  # it takes some 10 ms
 
 
 def test_by_hand_all_differ() -> None:
