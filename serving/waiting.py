@@ -80,9 +80,6 @@ class Lines(Generic[Key]):
         lines = self._lines.values()
         return iter(*lines) if len(lines) == 1 else heapq.merge(*lines, key=self._key)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self.of(adapter_of(request))
-
     def add(self, request: Request) -> None:
         """Put a request in its line."""
         adapter = adapter_of(request)
@@ -161,9 +158,6 @@ class Lane:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._lines)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._lines
-
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._lines.add(request)
@@ -206,10 +200,6 @@ class WaitingQueue:
         """Every request, the lowest priority number first, tenant by tenant."""
         return self.startable(NO_BARS)
 
-    def __contains__(self, request: Request) -> bool:
-        lane = self._levels.get(request.rank[0], {}).get(request.tenant)
-        return lane is not None and request in lane
-
     def add(self, request: Request) -> None:
         """Queue a request."""
         level = request.rank[0]
@@ -242,23 +232,6 @@ class WaitingQueue:
     def lanes(self, level: int) -> Mapping[str, Lane]:
         """The requests of one priority by tenant."""
         return self._levels.get(level, {})
-
-    def first(self, bars: Bars = NO_BARS, passed: Collection[Request] = ()) -> Request | None:
-        """The most urgent request of the first priority that has one, whoever's turn it is.
-
-        Args:
-            bars: which requests are left out.
-            passed: others that are.
-        """
-        for lanes in self._levels.values():
-            firsts = [
-                first
-                for lane in lanes.values()
-                for first in islice((one for one in lane.startable(bars) if one not in passed), 1)
-            ]
-            if firsts:
-                return min(firsts, key=self._urgency)
-        return None
 
     def place(self, request: Request) -> Place:
         """Where a request stands, whoever's turn it is: by priority, then by urgency."""

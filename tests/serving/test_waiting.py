@@ -100,9 +100,6 @@ def test_priorities_come_before_deadlines_and_tenants() -> None:
         "a": ["2"],
     }
     assert waiting.lanes(0) == {}
-    first = waiting.first()
-    assert first is not None
-    assert first.request_id == "2"
     assert names(waiting) == ["3", "1", "2", "0"]
 
 
@@ -116,7 +113,7 @@ def test_what_is_taken_out_leaves_no_trace() -> None:
     waiting.remove(requests[2])
     assert waiting.levels == [1]
     waiting.remove(requests[0])
-    assert (len(waiting), waiting.levels, waiting.first()) == (0, [], None)
+    assert (len(waiting), waiting.levels, list(waiting)) == (0, [], [])
     assert requests[0] not in waiting
 
 
@@ -136,9 +133,6 @@ def test_any_order_of_adding_and_removing(data: st.DataObject) -> None:
         )
         waiting.add(request)
         inside.append(request)
-        lowest = min(one.rank[0] for one in inside)
-        expected = min((one for one in inside if one.rank[0] == lowest), key=by_deadline)
-        assert waiting.first() is expected
         assert len(waiting) == len(inside)
         assert set(waiting) == set(inside)
         adapted = [one for one in inside if one.adapter is not None]
@@ -181,15 +175,7 @@ def test_bars_leave_out_adapters_or_those_behind_a_place() -> None:
     assert names(waiting.startable(Bars({0: waiting.place(first)}))) == ["7", "0", "6"]
     assert names(waiting.startable(Bars({0: None, 1: None, 2: None}))) == names(waiting)
     assert names(waiting.startable(NO_BARS)) == names(waiting)
-    for bars, passed, expected in (
-        (NO_BARS, [], "7"),
-        (Bars({1: None}), [], "1"),
-        (Bars({0: place, 1: None}), [], "7"),
-        (Bars({1: None}), [others[0]], "3"),
-        (Bars({}), [], "6"),
-    ):
-        assert waiting.first(bars, passed).request_id == expected
-    assert waiting.first(Bars({1: None}), list(waiting)) is None
+    assert names(waiting.startable(Bars({}))) == ["6"]
 
 
 @given(st.data())
@@ -231,9 +217,6 @@ def test_what_may_start_is_what_is_not_barred(data: st.DataObject) -> None:
             or ((last := bars.open[one.adapter.number]) is not None and waiting.place(one) > last)
         )
     }
-    passed = draw(st.sets(st.sampled_from(requests)))
-    startable = [one for one in requests if one not in barred and one not in passed]
-    assert waiting.first(bars, passed) is min(startable, key=waiting.place, default=None)
     assert list(waiting.startable(bars)) == [one for one in waiting if one not in barred]
     for level in waiting.levels:
         for lane in waiting.lanes(level).values():
