@@ -45,6 +45,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_unsettled_pages.argtypes = []
     library.onnxport_cpu_weight_memory_bytes.restype = ctypes.c_int64
     library.onnxport_cpu_weight_memory_bytes.argtypes = []
+    library.onnxport_cpu_num_compared_panels.restype = ctypes.c_int64
+    library.onnxport_cpu_num_compared_panels.argtypes = []
     library.onnxport_cpu_plane_parts_left.restype = ctypes.c_int64
     library.onnxport_cpu_plane_parts_left.argtypes = []
     library.onnxport_cpu_make_plane_part.restype = ctypes.c_int
@@ -77,6 +79,15 @@ def weight_memory_bytes() -> int:
     """
     path = find_library()
     return 0 if path is None else int(load_library(path).onnxport_cpu_weight_memory_bytes())
+
+
+def num_compared_panels() -> int:
+    """How many panels of 32 outputs this process packed to see whether others have the same.
+
+    0 where the library was not built.
+    """
+    path = find_library()
+    return 0 if path is None else int(load_library(path).onnxport_cpu_num_compared_panels())
 
 
 def prefers_pairs() -> bool:

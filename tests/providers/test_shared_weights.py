@@ -17,9 +17,10 @@ from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.manifest import MTP_FOLDER
 from onnxport.providers.base import LoadOptions, Model
-from onnxport.providers.cpu.library import weight_memory_bytes
+from onnxport.providers.cpu.library import num_compared_panels, weight_memory_bytes
 from onnxport.providers.registry import open_model
-from tests.exporter.checkpoints import VOCAB
+from tests.exporter import checkpoints
+from tests.exporter.checkpoints import VOCAB, Case
 from tests.exporter.mtp_layers import Mtp, make
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.test_cpu_matmul import needs_kernel, opened, step
@@ -79,6 +80,33 @@ def test_packed_weights_are_there_once(
     del model, second, third
     gc.collect()
     assert weight_memory_bytes() == start
+
+
+def compared(path: Path) -> tuple[Model, int]:
+    """The model, and how many panels were packed to see whether others have the same."""
+    before = num_compared_panels()
+    model = opened(path)
+    return model, num_compared_panels() - before
+
+
+def test_matrices_are_not_compared_with_all_of_their_shape(tmp_path: Path) -> None:
+    """A model may have thousands of one shape: what differs costs a panel each, however many."""
+    made = []
+    for layers in (2, 12):
+        checkpoint = tmp_path / f"checkpoint-{layers}"
+        checkpoints.make(Case("llama", {"num_hidden_layers": layers}), checkpoint)
+        path = export_model(checkpoint, tmp_path / f"model-{layers}", ExportOptions())
+        model, panels = compared(path)
+        made.append(panels)
+        again, beside = compared(path)
+        assert beside > panels  # each of them finds the same
+        again.close()
+        model.close()
+        del model, again
+        gc.collect()
+    few, many = made
+    assert few == 2 * 2 + 1  # attention's products of a layer, and the head
+    assert many == 2 * 12 + 1
 
 
 def test_a_later_start_finds_what_lies_in_the_layers_folder(

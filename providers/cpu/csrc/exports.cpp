@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "matmul.h"
 #include "pages.h"
+#include "shared_weights.h"
 
 #if defined(_WIN32)
 #define ONNXPORT_EXPORT extern "C" __declspec(dllexport)
@@ -59,6 +60,11 @@ ONNXPORT_EXPORT int64_t onnxport_cpu_unsettled_pages() { return onnxport::unsett
 // Bytes of weights, packed or made of packed ones, that all sessions together keep.
 ONNXPORT_EXPORT int64_t onnxport_cpu_weight_memory_bytes() {
   return onnxport::weight_memory_bytes();
+}
+
+// How many panels of 32 outputs were packed to see whether others have the same weights.
+ONNXPORT_EXPORT int64_t onnxport_cpu_num_compared_panels() {
+  return onnxport::num_compared_panels();
 }
 
 // How many parts are missing of the four bits of weights that some products read first, and calls

@@ -40,4 +40,7 @@ class SharedWeights {
 std::shared_ptr<SharedWeights> share_weights(const MatMul& product, const uint8_t* quants,
                                              const Scales& scales);
 
+// How many panels were packed to see whether others have the same. From any thread.
+int64_t num_compared_panels();
+
 }  // namespace onnxport
