@@ -33,6 +33,7 @@ IRRELEVANT: Final = frozenset(
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "attn_pdrop",
         "auto_map",
         "bad_words_ids",
         "begin_suppress_tokens",

@@ -14,10 +14,12 @@ from onnxport.graphs.spec import ArchSpec
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Granite with windows: optional biases on the MLP."""
+    """Granite with windows: optional biases on the MLP, and a tied head unless told otherwise."""
     return _with_windows(
         config,
         family="granite_swa",
+        num_kv_heads=4,
+        tied=True,
         mlp_bias=config.get("mlp_bias", bool, False),
         context_length=context_length,
     )

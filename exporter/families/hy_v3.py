@@ -67,9 +67,16 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
 
 
 def _behind(names: TensorNames, num_layers: int, found: frozenset[str]) -> TensorNames:
-    """The names of its layer of multi-token prediction, whose last norm is called otherwise."""
+    """The names of its layer of multi-token prediction, whose last norm is called otherwise.
+
+    Files may have a head there, too, which vLLM does not read: states go to the model's.
+    """
     moved = behind_the_last(names, num_layers, found)
-    return replace(moved, final_norm=f"{moved.layer}final_layernorm.weight")
+    return replace(
+        moved,
+        final_norm=f"{moved.layer}final_layernorm.weight",
+        ignored=(*moved.ignored, ".shared_head.weight"),
+    )
 
 
 FAMILY: Final = Family(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from onnxport.errors import CheckpointError
 from onnxport.exporter.config import Config, windows_by_type
 from onnxport.exporter.expertsconfig import (
     FURTHER_LAYERS,
@@ -32,13 +33,20 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     ropes = _ropes(config)
     num_layers = config.require("num_hidden_layers", int)
     window = config.get("sliding_window", int, None if config.is_null("sliding_window") else 1024)
+    windows = windows_by_type(config, window, [_FULL] * num_layers)
+    # llama.cpp's converter reads it, transformers does not.
+    if not config.get("use_sliding_window", bool, True) and any(windows):
+        raise CheckpointError(
+            f"{config.path}: use_sliding_window is false, and layer_types has {_SLIDING}; they "
+            "contradict each other. Remove the wrong one."
+        )
     spec = qwen3_spec(
         config,
         family="mellum",
         head_size=128,
         num_kv_heads=4,
         intermediate_size=7168,
-        sliding_window=windows_by_type(config, window, [_FULL] * num_layers),
+        sliding_window=windows,
         context_length=context_length,
         rope=ropes[_FULL],
     )

@@ -96,6 +96,8 @@ def test_hyperclovax() -> None:
     assert (spec.attention_scale, spec.logits_scale, spec.stream_scale) == (1 / 128, 0.125, 10.0)
     assert (spec.residual_scale, spec.rms_norm_eps, spec.inner_eps) == (0.05, 1e-5 / 100, 1e-5)
     assert (spec.output_norms, spec.rope.theta) == (True, 1e8)
+    dropped = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}  # in training alone
+    assert read(config("hyperclovax", **dropped)) == spec
     plain = read(config("hyperclovax", attention_multiplier=None, use_post_norm=False))
     assert plain.scale == pytest.approx(128**-0.5)
     assert (plain.output_norms, plain.inner_norm_eps) == (None, None)

@@ -58,6 +58,15 @@ def test_the_dense_model() -> None:
     assert ArchSpec.from_json(spec.to_json()) == spec
 
 
+def test_what_the_dense_model_is_where_its_file_does_not_say() -> None:
+    left = {"num_key_value_heads", "tie_word_embeddings"}
+    spec = read({key: one for key, one in DENSE.items() if key not in left})
+    assert (spec.num_kv_heads, spec.tie_word_embeddings) == (4, True)
+    assert read(DENSE | {"num_key_value_heads": None}).num_kv_heads == 32
+    spec = read({key: one for key, one in SPARSE.items() if key not in left})
+    assert (spec.num_kv_heads, spec.tie_word_embeddings) == (32, False)
+
+
 def test_bases_of_layers() -> None:
     plain = read(DENSE | {"layer_rope_theta": None})
     assert (plain.rotated_layers, plain.local_rope) == (None, None)

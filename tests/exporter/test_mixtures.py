@@ -169,6 +169,12 @@ YOUTU: dict[str, Any] = {
 }
 
 
+def test_mellum_may_say_that_it_slides() -> None:
+    assert read(MELLUM | {"use_sliding_window": True}) == read(MELLUM)
+    whole = {"layer_types": [FULL] * 8}
+    assert read(MELLUM | whole | {"use_sliding_window": False}) == read(MELLUM | whole)
+
+
 @pytest.mark.parametrize(
     "values",
     [{**MISTRAL_4, "architectures": ["Mistral4ForCausalLM"]}, HUNYUAN_3, MELLUM, COHERE, YOUTU],
@@ -300,6 +306,7 @@ def test_layers_of_cohere_with_experts() -> None:
         (MELLUM, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is"),
         (MELLUM, {"rope_theta": 5.0}, "rope_theta"),
         (MELLUM, {"sliding_window": None}, "only with a sliding_window"),
+        (MELLUM, {"use_sliding_window": False}, "use_sliding_window is false"),
         (COHERE, {"expert_selection_fn": "tanh"}, "expert_selection_fn is 'tanh'"),
         (COHERE, {"shared_expert_combination_strategy": "max"}, "combination_strategy is 'max'"),
         (COHERE, {"use_qk_norm": True}, "use_qk_norm is True"),

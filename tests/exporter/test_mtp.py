@@ -153,7 +153,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     folder = tmp_path_factory.mktemp("sources")
     return {
         name: (folder / name, make(LAYERS[name], folder / name))
-        for name in ("qwen3.5", "glm 4.5, shared")
+        for name in ("qwen3.5", "glm 4.5, shared", "hunyuan 3")
     }
 
 
@@ -206,6 +206,17 @@ def test_what_the_layer_has_besides_is_refused(
     folder = changed(sources[name], tmp_path / "checkpoint", added=(more,))
     with pytest.raises(CheckpointError, match=rf"layer of multi-token prediction .* {more}"):
         export(folder, tmp_path / "artifact")
+
+
+def test_a_head_that_hunyuan_does_not_read_is_left_out(sources: Sources, tmp_path: Path) -> None:
+    source, made = sources["hunyuan 3"]
+    unread = made.names["product"].replace("eh_proj", "shared_head")
+    folder = changed((source, made), tmp_path / "checkpoint", added=(unread,))
+    _, layer = export(folder, tmp_path / "artifact")
+    golden = np.load(layer.path / "golden.npz")
+    ids, rows = golden["token_ids"], golden["logits_indices"]
+    logits, _ = made.guess(ids, golden["target_hidden_states"], golden["draft_hidden_states"])
+    np.testing.assert_allclose(golden["logits"], logits[rows], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
