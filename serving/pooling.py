@@ -50,14 +50,14 @@ class PoolingParams:
     Attributes:
         dimensions: numbers of the vector, which is cut to its first ones; None: all.
         normalize: whether the vector gets length 1; None: as the model says.
-        norm: which length that is: the p-norm, of which 2 is Euclid's; "int16": the largest number
-            becomes 32760, llama.cpp's way to whole numbers of 16 bits.
         prompt_name: of the model's prompt that goes ahead of a text, "" for none; None: as the
             model says.
         truncate_prompt_tokens: tokens that a prompt is cut to, which leaves the model's prompt
             and special tokens around a text as they are; -1: as many as there is room for. None:
             what is too long is refused.
         truncation_side: the end of a text that is cut away, "left" or "right".
+        norm: which length `normalize` makes 1: the p-norm, of which 2 is Euclid's; "int16": the largest number
+            becomes 32760, llama.cpp's way to whole numbers of 16 bits.
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -65,10 +65,10 @@ class PoolingParams:
 
     dimensions: int | None = None
     normalize: bool | None = None
-    norm: Norm = EUCLIDEAN
     prompt_name: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Side = "left"
+    norm: Norm = EUCLIDEAN
 
     def __post_init__(self) -> None:
         size, normalize = self.dimensions, self.normalize

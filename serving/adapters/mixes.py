@@ -55,7 +55,8 @@ def mix_of(pairs: Iterable[tuple[Adapter, float]], max_rank: int) -> Adapter | N
             f"up to {max_rank}; ask for fewer of them, or raise max_adapter_rank (--max-lora-rank)",
             "lora",
         )
-    content = sorted((one.fingerprint, scale) for one, scale in parts)
+    # In the order in which they are added, on which the sum's last bits depend, and so K/V.
+    content = [(one.fingerprint, scale) for one, scale in parts]
     digest = hashlib.sha256(json.dumps(["mix", content]).encode()).hexdigest()
     return Adapter(
         *(name, 0, digest, rank, Path(), None), parts=parts, invocation=invocation, ranks=ranks

@@ -26,10 +26,16 @@ from tests.providers.conftest import ArtifactMaker
 WEIGHTS = SimpleNamespace(size=1 << 20)
 
 
+class Manifest(SimpleNamespace):
+    @property
+    def weight_bytes(self) -> int:
+        return sum(each.size for each in self.files.values())
+
+
 def artifact(experts: ExpertsSpec | None, hidden_act: str = "silu") -> Any:
     model = SimpleNamespace(experts=experts, hidden_act=hidden_act)
     files = {WEIGHTS_FILE: WEIGHTS}
-    manifest = SimpleNamespace(fingerprint="f" * 64, files=files, model=model)
+    manifest = Manifest(fingerprint="f" * 64, files=files, model=model)
     return SimpleNamespace(path=Path("model"), manifest=manifest)
 
 
