@@ -68,10 +68,10 @@ class Artifact:
             ArtifactError: The manifest is missing or invalid, a file is missing, differs, or
                 leads out of the folder, or a graph is damaged.
         """
-        folder = Path(path).resolve()
         try:
+            folder = Path(path).resolve()
             text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # of a path with NUL, or what is no UTF-8
             raise ArtifactError(
                 f"{path} is not an artifact: cannot read {MANIFEST_FILE} ({error}). Give the "
                 "folder that `onnxport export` wrote."

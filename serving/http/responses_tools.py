@@ -69,8 +69,23 @@ def functions(tools: Sequence[Tool]) -> Iterator[tuple[FunctionTool, str | None]
 
 
 def plain(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the functions as a chat has them."""
-    return [each.plain(in_chat(each.name, namespace)) for each, namespace in functions(tools)]
+    """Return the functions as a chat has them.
+
+    Raises:
+        RequestError: two would be called the same there, so that a call does not tell which.
+    """
+    chat: list[dict[str, Any]] = []
+    known: dict[str, str | None] = {}
+    for each, namespace in functions(tools):
+        name = in_chat(each.name, namespace)
+        if known.setdefault(name, namespace) != namespace:
+            raise RequestError(
+                f"tools has two functions that the model calls {name[:80]!r}, which is what joins "
+                f"the name of a namespace and of its function by {BETWEEN!r}; rename one of them",
+                "tools",
+            )
+        chat.append(each.plain(name))
+    return chat
 
 
 def called(tools: Sequence[Tool]) -> dict[str, dict[str, str]]:

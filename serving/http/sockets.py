@@ -17,13 +17,19 @@ def bound(hosts: Sequence[str], port: int) -> Iterator[list[socket.socket]]:
     """Give bound sockets that do not listen yet, one of each host, all with the same port.
 
     Raises:
-        OnnxportError: an address cannot be used.
+        OnnxportError: an address cannot be used, or two are the same.
     """
     with ExitStack() as stack:
         sockets: list[socket.socket] = []
         for host in hosts:
             sock = stack.enter_context(bind(host, port, ipv6_alone=len(hosts) > 1))
             port = sock.getsockname()[1]  # which may have been any
+            # Both could be bound, and the second one not listen.
+            for other, known in zip(hosts, sockets, strict=False):
+                if known.getsockname() == sock.getsockname():
+                    raise OnnxportError(
+                        f"--host names {other} and {host}, the same address; leave one out"
+                    )
             sockets.append(sock)
         yield sockets
 

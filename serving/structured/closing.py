@@ -36,12 +36,12 @@ def close(schema: Any, *, always: bool) -> None:
     if not openings:
         return
     known = {where: where for where in schemas}  # each pointer, which may be long, is held once
-    parts = {where: [known[it] for it in _parts(where, one)] for where, one in schemas.items()}
+    parts = {where: [known[it] for it in parts_of(where, one)] for where, one in schemas.items()}
     inside = {
         where: [*parts[where], *(known[it] for it in _places(where, one))]
         for where, one in schemas.items()
     }
-    opening = _reached(openings, _turned(inside))
+    opening = reached(openings, turned(inside))
     telling = _telling(schemas, parts)
     together = dict(_not_alone({where: schemas[where] for where in opening}, telling))
     together |= dict.fromkeys((opening & telling).intersection(_members(schemas, telling)), SEVERAL)
@@ -52,7 +52,7 @@ def close(schema: Any, *, always: bool) -> None:
             f"{where} {why}, so additional properties cannot be disabled there; write "
             "additionalProperties where they are to be forbidden or allowed"
         )
-    for where in openings - _reached(together, inside) - alone.keys():
+    for where in openings - reached(together, inside) - alone.keys():
         schemas[where]["additionalProperties"] = False
 
 
@@ -131,7 +131,7 @@ def _members(schemas: Mapping[str, Any], telling: Collection[str]) -> Iterator[s
 
 def _telling(schemas: Mapping[str, Any], parts: _Graph) -> set[str]:
     """Return the schemas that tell of members, themselves or in parts."""
-    return _reached((where for where, one in schemas.items() if _tells(one)), _turned(parts))
+    return reached((where for where, one in schemas.items() if _tells(one)), turned(parts))
 
 
 def _tells(one: Any) -> bool:
@@ -146,8 +146,8 @@ def _values(one: Mapping[str, Any]) -> Iterable[Any]:
     return (*one.get("enum", ()), *([one["const"]] if "const" in one else ()))
 
 
-def _parts(where: str, one: Any) -> Iterator[str]:
-    """Yield the schemas that tell of the same value."""
+def parts_of(where: str, one: Any) -> Iterator[str]:
+    """Yield the pointers of the schemas that tell of the same value as the one at a pointer."""
     if not isinstance(one, dict):
         return
     if "$ref" in one:
@@ -164,7 +164,7 @@ def _places(where: str, one: Any) -> Iterator[str]:
                 yield place
 
 
-def _turned(graph: _Graph) -> dict[str, list[str]]:
+def turned(graph: _Graph) -> dict[str, list[str]]:
     """Return a graph whose edges go the other way."""
     turned: dict[str, list[str]] = {where: [] for where in graph}
     for where, others in graph.items():
@@ -173,7 +173,7 @@ def _turned(graph: _Graph) -> dict[str, list[str]]:
     return turned
 
 
-def _reached(starts: Iterable[str], graph: _Graph) -> set[str]:
+def reached(starts: Iterable[str], graph: _Graph) -> set[str]:
     """Return what a graph leads to from some places, and these."""
     reached = set(starts)
     pending = list(reached)

@@ -40,7 +40,7 @@ def edit_graph(folder: Path, change: Callable[[onnx.ModelProto], None]) -> None:
 
 
 def test_a_missing_folder_or_manifest(tmp_path: Path) -> None:
-    for path in (tmp_path / "nothing", tmp_path):
+    for path in (tmp_path / "nothing", tmp_path, tmp_path / "a\0"):
         with pytest.raises(ArtifactError, match="is not an artifact"):
             Artifact.read(path)
 

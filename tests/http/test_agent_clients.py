@@ -133,6 +133,9 @@ async def test_a_function_of_a_namespace_is_chosen(ask: Ask, name: str, chosen: 
             "'function'",
         ),
         ({"tools": [space("a", "b"), function("a__b", strict=True)]}, None, "'a__b'"),
+        # The functions are the same, but the client runs two.
+        ({"tools": [space("a", "b"), function("a__b")]}, "tools", "two functions"),
+        ({"tools": [space("a", "b__c"), space("a__b", "c")]}, "tools", "'a__b__c'"),
     ],
 )
 async def test_tools_that_cannot_be(

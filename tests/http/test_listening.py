@@ -248,3 +248,11 @@ def test_under_the_path_of_a_proxy(start_server: StartServer) -> None:
 def test_a_path_that_is_none(path: str) -> None:
     with pytest.raises(RequestError, match="root_path is"):
         AppOptions(root_path=path)
+
+
+def test_two_names_of_one_address_are_refused() -> None:
+    with (
+        pytest.raises(OnnxportError, match="the same address"),
+        bound(["localhost", "127.0.0.1"], 0),
+    ):
+        pass
