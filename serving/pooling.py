@@ -56,8 +56,8 @@ class PoolingParams:
             and special tokens around a text as they are; -1: as many as there is room for. None:
             what is too long is refused.
         truncation_side: the end of a text that is cut away, "left" or "right".
-        norm: which length `normalize` makes 1: the p-norm, of which 2 is Euclid's; "int16": the largest number
-            becomes 32760, llama.cpp's way to whole numbers of 16 bits.
+        norm: which length `normalize` makes 1: the p-norm, of which 2 is Euclid's; "int16": the
+            largest number becomes 32760, llama.cpp's way to whole numbers of 16 bits.
 
     Raises:
         RequestError: a value is out of its range; names it.
