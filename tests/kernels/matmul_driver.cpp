@@ -1,5 +1,6 @@
 // Runs serialized products and feed-forward layers without ONNX Runtime or Python, for processors that have neither here.
 // matmul_standalone.py writes the input and reads the output; see there for the format.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -132,6 +133,7 @@ void run_coarse() {
   pack_weights(m, stored.quants.data(), stored.stored_scales(), packed.data);
   connect(m, stored, packed.data);
   onnxport::CoarseProduct coarse(m);
+  std::atomic<int64_t> rest{0};
   std::vector<std::vector<float>> outputs(calls.size());
   std::vector<int> results(calls.size());
   const auto run = [&](size_t i) {
@@ -141,8 +143,8 @@ void run_coarse() {
     const Asked& asked = calls[i];
     results[i] = coarse.run(*onnxport::active_matmul(), call, asked.exact.data(),
                             asked.allowed.empty() ? nullptr : asked.allowed.data(),
-                            asked.races.empty() ? nullptr : asked.races.data(), run_on_threads,
-                            nullptr);
+                            asked.races.empty() ? nullptr : asked.races.data(), rest,
+                            run_on_threads, nullptr);
   };
   std::vector<std::thread> threads;
   for (size_t i = 0; i < calls.size(); i++)

@@ -215,6 +215,7 @@ def test_of_rows_that_are_no_numbers_nothing_is_told(
             found, summaries = session.run(["y", "summaries"], {"x": x, **given})
             assert np.isnan(found[call % 2]).all()
             assert (summaries[:, -1] == -1).all()
+        del session  # or the next one has its four bits of the weights, and does without after NaN
 
 
 def test_no_rows(library_path: Path, available_isas: list[str]) -> None:

@@ -73,20 +73,21 @@ bool CoarseProduct::suits(const MatMul& product) {
 }
 
 bool CoarseProduct::pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
-                         bool has_allowed) {
+                         bool has_allowed, std::atomic<int64_t>& rest) const {
   if (is_hopeless_ || call.rows == 0 || call.rows > std::min(kernels.coarse_rows, kMostCoarseRows))
     return false;
   const auto is_few = [has_allowed](int32_t count) {
     return (count >= 1 && count <= kMostExact) || (has_allowed && count == kAllAllowed);
   };
   if (!std::all_of(exact, exact + call.rows, is_few)) return false;
-  return rest_ <= 0 || rest_-- <= 0;
+  return rest <= 0 || rest-- <= 0;
 }
 
 int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
-                       const uint32_t* allowed, const Race* races, ParallelFor parallel_for,
-                       void* context) {
-  if (!pays(kernels, call, exact, allowed)) return run_matmul(kernels, call, parallel_for, context);
+                       const uint32_t* allowed, const Race* races, std::atomic<int64_t>& rest,
+                       ParallelFor parallel_for, void* context) {
+  if (!pays(kernels, call, exact, allowed, rest))
+    return run_matmul(kernels, call, parallel_for, context);
   const int64_t panels = num_panels(call), ready = ready_.load(std::memory_order_acquire);
   // What is not ready may be being made by another thread.
   const Plane plane{ready ? memory_->data() : nullptr, dither_.data(),
@@ -96,7 +97,7 @@ int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const i
   CoarseCall coarse{kernels, call, plane, exact, allowed, races};
   if (const int result = run_coarse(coarse, parallel_for, context)) return result;
   if (ready < panels) return grow(kGrowingCalls, parallel_for, context);
-  if (coarse.num_exact > panels / kPayingShare) rest_ = kRestingCalls;
+  if (coarse.num_exact > panels / kPayingShare) rest = kRestingCalls;
   return 0;
 }
 

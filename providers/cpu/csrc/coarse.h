@@ -62,12 +62,16 @@ class CoarseProduct {
   //
   // The first calls compute all, and keep four bits of a part of the weights each; what is missing
   // then can be made between calls, see make_plane_part. Concurrent calls are allowed.
+  //
+  // rest is the caller's own, 0 at first: how many of its calls do without, as the last one with four
+  // bits did not pay. Another model with the same weights may have other outputs.
   int run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
-          const uint32_t* allowed, const Race* races, ParallelFor parallel_for, void* context);
+          const uint32_t* allowed, const Race* races, std::atomic<int64_t>& rest,
+          ParallelFor parallel_for, void* context);
 
  private:
   bool pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
-            bool has_allowed);
+            bool has_allowed, std::atomic<int64_t>& rest) const;
   int grow(int64_t parts, ParallelFor parallel_for, void* context);
   bool reserve();
   bool has_begun() const;
@@ -83,7 +87,6 @@ class CoarseProduct {
   std::vector<float> top_scales_;      // [blocks], the largest of all panels, once these are ready
   std::vector<uint8_t> whole_;         // [panels], of those that are ready, which no plane stands for
   std::atomic<int64_t> ready_{0};      // panels that have a plane; of the first ones
-  std::atomic<int64_t> rest_{0};       // calls to come that compute all
   std::atomic<bool> is_hopeless_{false};
   std::mutex growing_;
 };

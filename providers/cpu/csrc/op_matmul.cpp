@@ -59,6 +59,7 @@ struct MatMulKernel {
   MatMul settings;     // a call fills in the rest
   ProductLora lora{};  // likewise; without a largest rank there are no adapters
   CoarseProduct* coarse = nullptr;  // the weights'; null where it does not suit
+  mutable std::atomic<int64_t> resting{0};  // see CoarseProduct::run
 };
 
 void read_lora(const Api& api, const ort::KernelInfo* info, const MatMul& m, ProductLora& lora) {
@@ -203,7 +204,7 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
          kName);
   const int result = asked.is_few && kernel.coarse && !has_lora
                          ? kernel.coarse->run(kernels, call, asked.exact, asked.allowed,
-                                              asked.races, parallel_for, &parallel)
+                                              asked.races, kernel.resting, parallel_for, &parallel)
                          : run_matmul(kernels, call, parallel_for, &parallel,
                                       has_lora ? &lora : nullptr);
   if (result != 0) check(parallel.status);

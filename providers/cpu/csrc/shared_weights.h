@@ -19,7 +19,7 @@ class SharedWeights {
   const uint8_t* data() const { return memory_.data(); }
 
   // What finds the largest outputs of such a product, whose weights these are. All that share the
-  // weights share it, and what it has learned of them. Null where it does not suit.
+  // weights share it. Null where it does not suit.
   CoarseProduct* coarse(const MatMul& product);
 
  private:
