@@ -22,6 +22,7 @@ from onnxport.graphs.spec import ArchSpec
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _DENSE_PATTERN: Final = "prefix_dense_sliding_window_pattern"
+_PATTERNS: Final = {_DENSE_PATTERN: 1, "sliding_window_pattern": 4}  # where they are absent
 _SHARES: Final = {"average": 0.5, "sum": 1.0}
 _SCORES: Final = ("softmax", "sigmoid")
 
@@ -72,9 +73,6 @@ def _kinds(config: Config, num_layers: int) -> list[str]:
         *(_SLIDING if (layer + 1) % ahead else _FULL for layer in range(first)),
         *(_SLIDING if (layer + 1) % behind else _FULL for layer in range(num_layers - first)),
     ]
-
-
-_PATTERNS: Final = {_DENSE_PATTERN: 1, "sliding_window_pattern": 4}
 
 
 def _pattern(config: Config, key: str, absent: int) -> int:

@@ -8,7 +8,13 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.gguf.common import LAYER_NORM, RMS_NORM, SIGMOID, SOFTMAX, Values, common
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.layouts import ROUTER
-from onnxport.exporter.gguf.recent import experts_beside_shared, kinds, latents, scale
+from onnxport.exporter.gguf.recent import (
+    expert_sizes,
+    experts_beside_shared,
+    kinds,
+    latents,
+    scale,
+)
 from onnxport.exporter.gguf.ropes import ORIGINAL
 
 _FULL: Final = "full_attention"
@@ -89,9 +95,7 @@ def cohere2_moe(facts: Facts) -> Values:
         meta.expect("expert_weights_norm", True)
     if scale(facts) != 1.0:
         meta.expect("expert_weights_scale", 1.0)
-    size = meta.require("expert_feed_forward_length", int)
-    shared = meta.get("expert_shared_count", int, 0)
-    meta.expect("expert_shared_feed_forward_length", size * shared)
+    size, shared = expert_sizes(facts)
     return values | {
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": further or None,

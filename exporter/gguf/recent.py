@@ -231,9 +231,7 @@ def exaone_moe(facts: Facts) -> Values:
     values = common(facts, "ExaoneMoeForCausalLM")
     further = facts.further_layers()
     layers = values["num_hidden_layers"] - further
-    size = meta.require("expert_feed_forward_length", int)
-    shared = meta.get("expert_shared_count", int, 0)
-    meta.expect("expert_shared_feed_forward_length", size * shared)
+    size, shared = expert_sizes(facts)
     return values | {
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": further or None,
@@ -309,6 +307,15 @@ def olmo2(facts: Facts) -> Values:
         "layer_types": kinds(facts),
         "rope_parameters": {_FULL: rope, _SLIDING: own},
     }
+
+
+def expert_sizes(facts: Facts) -> tuple[int, int]:
+    """The rows of an expert, and how many such every token is given to, which a file says twice."""
+    meta = facts.metadata
+    size = meta.require("expert_feed_forward_length", int)
+    shared = meta.get("expert_shared_count", int, 0)
+    meta.expect("expert_shared_feed_forward_length", size * shared)
+    return size, shared
 
 
 def scale(facts: Facts) -> float:

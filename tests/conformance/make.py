@@ -37,11 +37,12 @@ LATENT: Final = (
     ("deepseek-v2-lite", "int4"),
     ("deepseek-v3", "fp16"),
     ("glm4-moe-lite", "fp32"),
+    ("minicpm3", "int8"),
 )
 # Layers that differ in their heads or share keys and values.
 MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
 # Layers with a state in place of keys and values.
-HYBRID: Final = (("qwen3.5", "fp32"),)
+HYBRID: Final = (("qwen3.5", "fp32"), ("lfm3", "fp32"))
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
@@ -54,6 +55,7 @@ ONCE: Final = (
     ("cohere", "int8"),
     ("cohere-norms", "fp16"),
     ("cohere2", "int4"),
+    ("cohere2-moe", "int8"),
     ("ernie-biases", "int8"),
     ("ernie-moe", "int8"),
     ("exaone4", "int4"),
@@ -67,10 +69,13 @@ ONCE: Final = (
     ("gpt-oss", "int4"),
     ("gpt-oss", MXFP4),
     ("granite", "int8"),
+    ("granite-swa", "fp16"),
     ("granitemoe", "int4"),
     ("helium", "fp16"),
     ("hunyuan", "int4"),
     ("hunyuan-moe", "fp16"),
+    ("hy-v3", "fp16"),
+    ("jais2", "int4"),
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),
@@ -105,7 +110,9 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
         from tests.exporter import checkpoints
 
         checkpoint = path.with_name("checkpoint")
-        checkpoints.make({**checkpoints.CASES, **checkpoints.HYBRID}[case], checkpoint)
+        checkpoints.make(
+            {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.SHORT_CONV}[case], checkpoint
+        )
         if precision == AWQ:
             from tests.exporter import integers
 
