@@ -14,6 +14,7 @@ _TYPE_FROM: Final[Mapping[str, int]] = {"Where": 1, "GatherBlockQuantized": 2}
 
 # Operators whose first output has one type, whatever their inputs.
 _FIXED_TYPE: Final[Mapping[str, int]] = {
+    "GatherRows": TensorProto.FLOAT,
     **dict.fromkeys(("Shape", "Size", "ArgMax", "ArgMin", "NonZero"), TensorProto.INT64),
     **dict.fromkeys(
         ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Not", "IsNaN"),

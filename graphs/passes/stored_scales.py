@@ -2,7 +2,7 @@
 
 `retype` converts scales to float32 for ONNX Runtime's operators. Ours pack them as they are and
 compute with the same numbers, so nothing has to be converted and kept in memory. For devices
-whose operator library has them, after `use_int8_matmul`,
+whose operator library has them, after `use_gather_rows`, `use_int8_matmul`,
 `fuse_gated_mlp` and `use_gated_experts`.
 """
 
@@ -18,6 +18,7 @@ from onnxport.graphs.inspect import consumers, initializers, names
 from onnxport.graphs.passes.gated_experts import GATED_EXPERTS
 from onnxport.graphs.passes.gated_mlp import GATED_MLP
 from onnxport.graphs.passes.gated_silu import DOMAIN
+from onnxport.graphs.passes.gather_rows import GATHER_ROWS
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult, copy_model
 
@@ -25,6 +26,7 @@ _SCALES: Final[Mapping[str, tuple[int, ...]]] = {
     MATMUL_NBITS: (2,),
     GATED_MLP: (2, 4),
     GATED_EXPERTS: (3, 5),
+    GATHER_ROWS: (2,),
 }
 
 
@@ -48,6 +50,8 @@ def use_stored_scales(model: onnx.ModelProto, stored: onnx.ModelProto) -> PassRe
     replaced: dict[str, str] = {}
     for node in copy.graph.node:
         places = _SCALES.get(node.op_type, ()) if node.domain == DOMAIN else ()
+        if len(node.input) <= max(places, default=0):  # rows of floats have no scales
+            continue
         if not places or any(node.input[place] not in halves for place in places):
             continue
         for place in places:

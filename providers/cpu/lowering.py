@@ -23,6 +23,7 @@ from onnxport.graphs.passes.gated_experts import expert_offsets, use_gated_exper
 from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp, zero_point_bytes
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
+from onnxport.graphs.passes.gather_rows import use_gather_rows
 from onnxport.graphs.passes.group_tables import group_tables
 from onnxport.graphs.passes.head_products import head_product_weights, use_head_products
 from onnxport.graphs.passes.hidden_states import tell_hidden_states, tell_when_asked
@@ -129,6 +130,8 @@ def lower(
         step = use_float_experts(step.model)
         yield step
         step = use_head_products(step.model)
+        yield step
+        step = use_gather_rows(step.model)
         yield step
         step = use_state_slots(step.model)
         yield step

@@ -94,6 +94,11 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
       make_operator(ort::kFloat), make_operator(ort::kFloat16), make_operator(ort::kBFloat16),
       make_operator(ort::kInt8),  make_operator(ort::kUint8),   make_operator(ort::kFloat8E4M3FN)};
   static const ort::CustomOp own_operators[] = {
+      gather_bfloat16_operator(),
+      gather_floats_operator(),
+      gather_halves_operator(),
+      gather_rows_operator(),
+      gather_rows_half_operator(),
       gated_silu_operator(),
       gated_gelu_operator(),
       lora_operator(),

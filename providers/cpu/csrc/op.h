@@ -59,6 +59,11 @@ ort::CustomOp float_experts_bfloat16_operator();  // weights in bfloat16
 ort::CustomOp head_products_operator();           // weights in float32
 ort::CustomOp head_products_half_operator();      // weights in float16
 ort::CustomOp head_products_bfloat16_operator();  // weights in bfloat16
+ort::CustomOp gather_bfloat16_operator();  // rows of a table in bfloat16
+ort::CustomOp gather_floats_operator();    // in float32
+ort::CustomOp gather_halves_operator();    // in float16
+ort::CustomOp gather_rows_operator();      // in 8 bits, scales in float32
+ort::CustomOp gather_rows_half_operator();  // in 8 bits, scales in float16
 ort::CustomOp gated_silu_operator();
 ort::CustomOp gated_gelu_operator();
 ort::CustomOp lora_operator();       // adapters in float32

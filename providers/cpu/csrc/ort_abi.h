@@ -33,6 +33,7 @@ enum ElementType : int {
   kInt8 = 3,
   kDouble = 11,
   kInt32 = 6,
+  kInt64 = 7,
   kFloat16 = 10,
   kBFloat16 = 16,
   kFloat8E4M3FN = 17,

@@ -243,6 +243,13 @@ bool all_are_files(uintptr_t page, size_t count) {
 
 }  // namespace
 
+bool are_file_pages(const void* data, size_t bytes) {
+  const auto size = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = address / size, last = (address + bytes + size - 1) / size;
+  return first < last && all_are_files(first, last - first);
+}
+
 void forget_file_pages(const void* data, size_t bytes) {
   const auto size = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(data);
@@ -272,6 +279,7 @@ WeightMemory::WeightMemory(size_t bytes)
   memory_bytes += static_cast<int64_t>(bytes);
 }
 
+bool are_file_pages(const void*, size_t) { return false; }
 void forget_file_pages(const void*, size_t) {}
 
 int64_t set_slow_page_ns(int64_t) { return 0; }

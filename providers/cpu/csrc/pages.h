@@ -44,6 +44,10 @@ int64_t settle();
 // What settle() would find. From any thread.
 int64_t unsettled_pages();
 
+// Whether all of a range that is in memory are a file's contents, as they are there. False where that
+// is not known.
+bool are_file_pages(const void* data, size_t bytes);
+
 // Takes the whole pages of a range out of this process's memory if they hold a file's contents and
 // nothing else, so that they can be read again. Where that is not known, does nothing.
 void forget_file_pages(const void* data, size_t bytes);
