@@ -93,4 +93,6 @@ def _is_floats(node: onnx.NodeProto, tables: Mapping[str, TensorProto]) -> bool:
 
 
 def _is_cast(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Cast" and attribute_int(node, "to", 0) == TensorProto.FLOAT
+    if node.op_type != "Cast":
+        return False
+    return attribute_int(node, "to", TensorProto.UNDEFINED) == int(TensorProto.FLOAT)

@@ -60,8 +60,8 @@ def tensor(name: str, values: Array) -> TensorProto:
 
 def quantized(rows: int, width: int, block: int, scale: type) -> list[TensorProto]:
     dice = np.random.default_rng(rows + width)
-    table = dice.integers(0, 256, (rows, width)).astype(np.uint8)
-    scales = dice.standard_normal((rows, width // block)).astype(scale)
+    table: Array = dice.integers(0, 256, (rows, width)).astype(np.uint8)
+    scales: Array = dice.standard_normal((rows, width // block)).astype(scale)
     return [tensor("t", table), tensor("s", scales)]
 
 
@@ -94,7 +94,7 @@ def test_rows_of_8_bits_are_those_of_the_runtime(
 def test_rows_of_floats_are_those_of_the_runtime(
     library_path: Path, dtype: type, width: int
 ) -> None:
-    table = np.random.default_rng(width).standard_normal((7, width)).astype(dtype)
+    table: Array = np.random.default_rng(width).standard_normal((7, width)).astype(dtype)
     table[0, 0] = np.inf
     tensors = [tensor("t", table)]
     expected = gathered(library_path, model(False, tensors), IDS)
@@ -153,9 +153,11 @@ def test_a_large_table_does_not_come_into_memory(
 ) -> None:
     rows, width = 32768, 2048  # 64 MiB, and scales of 2 MiB
     if floats:
-        table = np.random.default_rng(0).standard_normal((rows, width // 2)).astype(np.float16)
+        table: Array = (
+            np.random.default_rng(0).standard_normal((rows, width // 2)).astype(np.float16)
+        )
         place, width = stored(tmp_path, [tensor("t", table)]), width // 2
-        wide = table[::16].astype(np.float32)
+        wide: Array = table[::16].astype(np.float32)
     else:
         tensors = quantized(rows, width, 64, np.float16)
         place = stored(tmp_path, tensors, block_size=64)
