@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from onnxport.errors import CapacityError
 from onnxport.graphs.embedding_spec import POOLINGS, Dimensions, Pooling
-from onnxport.serving.params import MAX_LOGPROBS
+from onnxport.serving.param_ranges import MAX_LOGPROBS
 from onnxport.serving.speculation.config import SpeculationConfig
 
 MOST_TOKENS = 2**20  # of a step; more would not fit any memory

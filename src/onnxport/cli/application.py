@@ -135,7 +135,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def timeout(text: str) -> float:
     """Return seconds above 0, and as many at most as a request may say."""
-    from onnxport.serving.params import MAX_TIMEOUT_S
+    from onnxport.serving.param_ranges import MAX_TIMEOUT_S
 
     if (found := seconds(text)) > MAX_TIMEOUT_S:
         raise argparse.ArgumentTypeError(
