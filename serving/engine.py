@@ -161,11 +161,11 @@ class Engine:
     @property
     def num_queued(self) -> int:
         """Requests that have not begun."""
-        return self._scheduler.num_queued
+        return self._scheduler.tenants.num_queued
 
     def tenant_of(self, options: RequestOptions | None = None) -> str:
         """Whose request counts as whose; see `queue_room`."""
-        return self._scheduler.tenant_of(options or RequestOptions())
+        return self._scheduler.tenants.of(options or RequestOptions())
 
     def queue_room(
         self, options: RequestOptions | None = None, coming: Mapping[str, int] = NOBODY
@@ -177,7 +177,7 @@ class Engine:
             coming: how many others, of each `tenant_of`, are on their way to `submit`.
         """
         limit = self.config.max_queued_requests
-        return self._scheduler.queue_room(self.tenant_of(options), limit, coming)
+        return self._scheduler.tenants.room(self.tenant_of(options), limit, coming)
 
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener` from now on what happens; not while the engine runs elsewhere."""

@@ -162,7 +162,7 @@ def test_a_plan_made_ahead_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     reservation = bench.scheduler.reserve(last)
     bench.scheduler.plan_ahead(last)
     commit(bench, last, reservation)
-    monkeypatch.setattr("onnxport.serving.scheduler.following", None)
+    monkeypatch.setattr("onnxport.serving.following.following", None)
     assert rows(bench.scheduler.plan()) == [("a", 6, 1), ("b", 6, 1)]
 
 

@@ -723,4 +723,4 @@ def test_any_plan_can_be_kept_and_somebody_always_goes_on(
                     bench.finish(name_of(one))
     assert not bench.scheduler.has_work
     assert bench.pool.num_free == num_blocks
-    assert not bench.scheduler._swapped
+    assert not bench.scheduler._held._swapped
