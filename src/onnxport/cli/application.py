@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from onnxport.cli.adapters import add_adapter_options, named_adapters
 from onnxport.cli.arguments import (
-    add_cache_options,
     add_choice_options,
-    add_embedding_options,
-    add_engine_options,
     add_export_options,
     add_load_options,
-    add_queue_options,
     add_reasoning_option,
+)
+from onnxport.cli.engine_arguments import (
+    add_cache_options,
+    add_embedding_options,
+    add_engine_options,
+    add_queue_options,
     add_score_template,
     add_speculation_options,
     engine_config,
