@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from onnxport.errors import CapacityError
 from onnxport.graphs.embedding_spec import POOLINGS, Dimensions, Pooling
@@ -199,3 +199,23 @@ class EngineConfig:
                 f"speculation is {self.speculation!r}; give a SpeculationConfig, of "
                 "onnxport.serving.speculation.config"
             )
+
+
+class EngineOptions(TypedDict, total=False):
+    """Fields of `EngineConfig` as keyword arguments, but for the first three."""
+
+    max_queued_requests: int
+    scheduling_policy: SchedulingPolicy
+    enable_prefix_caching: bool
+    preemption: Preemption
+    kv_host_memory: int
+    kv_disk: Path | None
+    kv_disk_bytes: int
+    speculation: SpeculationConfig | None
+    max_host_adapters: int | None
+    max_logprobs: int | None
+    logprobs_mode: LogprobsMode
+    embeddings: bool | None
+    pooling: Pooling | None
+    matryoshka_dimensions: Dimensions | None
+    score_template: Path | None

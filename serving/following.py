@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from onnxport.kv.pool import BlockPool
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.queues import Queues
+from onnxport.serving.step_plan import StepPlan
 
 
 class Foresight:

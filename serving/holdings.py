@@ -10,9 +10,9 @@ from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.states import StatePool
 from onnxport.kv.table import NOTHING, BlockTable, Claim, Reservation, blocks_for
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.held_states import HeldStates
 from onnxport.serving.request import Request
+from onnxport.serving.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

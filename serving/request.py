@@ -15,7 +15,12 @@ from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.adapting import Feedback, feedback
 from onnxport.serving.classifying import ClassPooler
 from onnxport.serving.config import LogprobsMode
-from onnxport.serving.drawing import (
+from onnxport.serving.grammar import Grammar
+from onnxport.serving.infill_sampler import InfillRule
+from onnxport.serving.outputs import FinishReason, RequestMetrics
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Pooler
+from onnxport.serving.row_params import (
     NOTHING_LEFT_OUT,
     Adapting,
     RowParams,
@@ -24,11 +29,6 @@ from onnxport.serving.drawing import (
     exact_logits,
     summary_scale,
 )
-from onnxport.serving.grammar import Grammar
-from onnxport.serving.infill_sampler import InfillRule
-from onnxport.serving.outputs import FinishReason, RequestMetrics
-from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.pooling import Pooler
 from onnxport.serving.rules import LogitRules, SequenceRules
 from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.stuck import Repetition

@@ -15,7 +15,6 @@ from onnxport.kv.states import StatePool
 from onnxport.kv.table import Reservation
 from onnxport.serving.beams import BeamGroup, together
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.following import Foresight
 from onnxport.serving.hits import HitCounts
 from onnxport.serving.holdings import Holdings
@@ -23,6 +22,7 @@ from onnxport.serving.outputs import FinishReason
 from onnxport.serving.planner import Planner
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
+from onnxport.serving.step_plan import Guess, StepPlan
 from onnxport.serving.tenants import Tenants
 from onnxport.serving.waiting import Bars, WaitingQueue, by_arrival, by_deadline
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from itertools import count
 
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Shares
+from onnxport.serving.step_plan import StepPlan
 
 
 class Tenants:

@@ -16,13 +16,13 @@ from onnxport.graphs import contract as c
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.providers.base import StepInputs
+from onnxport.providers.openvino.checks import _check_sinks
 from onnxport.providers.openvino.compiled import bind_caches, cache_format
 from onnxport.providers.openvino.convert import convert
 from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import CpuPlugin
 from onnxport.providers.openvino.gpu import GpuPlugin
 from onnxport.providers.openvino.model import flat_inputs
-from onnxport.providers.openvino.provider import _check_sinks
 from tests.kernels.reference import Case, attend, write_cache
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed: pip install '.[openvino]'")

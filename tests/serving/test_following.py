@@ -16,11 +16,11 @@ from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.beside import MANY_ROWS
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.following import following
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.planner import Planner
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import StepPlan
 from tests.serving.bench import Bench, group, rows, saying
 from tests.serving.helpers import alone, null_engine, run, submit, tokens
 from tests.waiting import PATIENCE_S

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.room import NO_ROOM
+from onnxport.serving.step_plan import StepPlan
 from onnxport.serving.waiting import NO_BARS, Bars
 from tests.serving.bench import Bench, group, make_request, name_of, names, rows
 from tests.tiers import examples
