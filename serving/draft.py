@@ -1,4 +1,4 @@
-"""A step plan, and the draft that it grows from."""
+"""The draft that a step plan grows from."""
 
 from __future__ import annotations
 

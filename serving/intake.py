@@ -101,7 +101,7 @@ class Intake:
         clock: Callable[[], float],
         grammar: CompiledGrammar | None = None,
     ) -> Request:
-        """Return a request, its siblings with it; see `Engine.prepare`."""
+        """Return a request, its siblings with it; see `Preparing.prepare`."""
         check_generates(self.embedder, self.classifier)
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
@@ -196,7 +196,7 @@ class Intake:
         options: RequestOptions,
         clock: Callable[[], float],
     ) -> Request:
-        """Return a request for a vector of its prompt; see `Engine.prepare_embedding`."""
+        """Return a request for a vector of its prompt; see `Preparing.prepare_embedding`."""
         embedder = self.embedder
         if embedder is None:
             raise RequestError(NO_EMBEDDINGS)
@@ -252,7 +252,7 @@ class Intake:
         *,
         activated: bool,
     ) -> Request:
-        """Return a request for numbers of labels; see `Engine.prepare_classification`."""
+        """Return a request for numbers of labels; see `Preparing.prepare_classification`."""
         if self.classifier is None:
             raise RequestError(NO_CLASSES)
         request = self._pooled(request_id, prompt, options, clock, reads_all=False)

@@ -90,12 +90,12 @@ class Request:
         likeliest: whether its tokens are the likeliest that its grammar allows, or of all without
             one, of unchanged logits, and nothing else is asked.
         feedback: what its tokens say of how the next one is drawn; None: nothing.
-        exact_logits: see `drawing.exact_logits`; the prompt's log probabilities are not counted.
-        exact_allowed: see `drawing.exact_allowed`, likewise; 0 where it may get any token.
+        exact_logits: see `row_params.exact_logits`; the prompt's log probabilities are not counted.
+        exact_allowed: see `row_params.exact_allowed`, likewise; 0 where it may get any token.
         per_unit: see `RowParams.per_unit`.
         allowed_words: which tokens it may get, whatever the grammar says; None: all. int32
             [mask_words(vocab)].
-        summary_scale: what the model should tell of its logits; see `drawing.summary_scale`.
+        summary_scale: what the model should tell of its logits; see `row_params.summary_scale`.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
         repetition: how its output repeats itself; None: nobody looks.
