@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from onnxport.providers.base import LoadOptions
 from onnxport.serving import numpy_sampler, sampling
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.drawing import Adapting, RowParams, Thinning
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import Adapting, RowParams, Thinning
 from onnxport.serving.sampler import native_sampler
 
 Floats = NDArray[np.float32]

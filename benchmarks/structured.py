@@ -28,9 +28,9 @@ from onnxport.providers.base import LoadOptions
 from onnxport.providers.registry import open_model
 from onnxport.serving import sampling
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.step_plan import StepPlan
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 

@@ -7,7 +7,7 @@ has; a difference is a field of `Capabilities`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -15,17 +15,14 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
-from onnxport.graphs.contract import ACCURACY_LEVELS
 from onnxport.graphs.lora import LoraAdapter
+from onnxport.providers.features import Attention, Features
+from onnxport.providers.load_checks import check_load_options
 
-Attention = Literal["native", "custom", "decomposed"]
 DeviceKind = Literal["cpu", "gpu", "npu"]
-MOST_THREADS = 1024
 SPELLINGS: Mapping[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-ADAPTER_DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,80 +32,6 @@ class Device:
     name: str
     memory_bytes: int | None  # total memory, None where the device does not say
     kind: DeviceKind = "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What a provider can do on this machine, before any artifact is loaded."""
-
-    attention: tuple[Attention, ...]  # the best first
-    dtypes: tuple[str, ...]  # of activations, the preferred first: float32, float16, bfloat16
-    kv_cache_dtypes: tuple[str, ...]  # what LoadOptions.kv_cache_dtype may be, besides auto
-    # Type of activations -> the caches that go with it; one that is not there goes with all.
-    caches_beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # matmul_accuracy_level -> the type that all activations have then; others leave it open.
-    level_dtypes: Mapping[int, str] = field(default_factory=dict)
-    has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
-    has_other_experts: bool = False  # likewise those with a GELU, or without a gate
-    has_states: bool = False  # layers run that keep states of sequences
-    has_latents: bool = False  # multi-head latent attention is computed
-    # Layers may have other heads than others, and read their keys and values.
-    has_mixed_layers: bool = False
-    tells_states: bool = False  # hidden states are told, of which embeddings are made
-    # Attention -> the activations that it takes; one that is not there takes all.
-    attention_dtypes: Mapping[Attention, tuple[str, ...]] = field(default_factory=dict)
-
-    @classmethod
-    def one_type(
-        cls,
-        attention: tuple[Attention, ...],
-        dtypes: tuple[str, ...],
-        native_dtypes: Collection[str] | None = None,
-        *,
-        runs_ours: bool = True,
-    ) -> Features:
-        """Of a device whose cache has the type of its activations.
-
-        Args:
-            attention: that it has, the best first.
-            dtypes: of activations, the preferred first.
-            native_dtypes: those of them that its native attention takes; None: all.
-            runs_ours: whether it runs graphs of standard operators that our passes make, and so
-                latent attention, layers with a state and those that differ, and tells hidden
-                states.
-        """
-        taken = dtypes if native_dtypes is None else tuple(d for d in dtypes if d in native_dtypes)
-        by_attention: dict[Attention, tuple[str, ...]] = {"native": taken}
-        return cls(
-            attention,
-            dtypes,
-            dtypes,
-            {dtype: (dtype,) for dtype in dtypes},
-            has_states=runs_ours,
-            has_latents=runs_ours,
-            has_mixed_layers=runs_ours,
-            tells_states=runs_ours,
-            attention_dtypes={} if taken == dtypes else by_attention,
-        )
-
-    def go_together(
-        self,
-        dtype: str,
-        kv_cache_dtype: str,
-        level: int | None,
-        attention: Attention | None = None,
-    ) -> bool:
-        """Whether types, matmul_accuracy_level and attention, as LoadOptions has them, agree."""
-        asked = {None if dtype == "auto" else dtype, self.level_dtypes.get(level or 0)} - {None}
-        taken = self.dtypes
-        if attention is not None:
-            taken = self.attention_dtypes.get(attention, taken)
-        return any(
-            asked <= {own} and kv_cache_dtype in ("auto", *self._caches(own)) for own in taken
-        )
-
-    def _caches(self, dtype: str) -> tuple[str, ...]:
-        return self.caches_beside.get(dtype, self.kv_cache_dtypes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,69 +99,7 @@ class LoadOptions:
         for name in ("dtype", "kv_cache_dtype", "adapter_dtype"):
             value = getattr(self, name)
             object.__setattr__(self, name, SPELLINGS.get(value, value))
-        if self.adapter_dtype not in ("auto", *ADAPTER_DTYPES):
-            raise ProviderError(
-                f"adapter_dtype is {self.adapter_dtype!r}; it must be auto or one of "
-                f"{', '.join(ADAPTER_DTYPES)}"
-            )
-        numbers = ("threads", "kv_cache_tokens", "block_size", "max_model_len", "state_slots")
-        for name in (*numbers, "max_adapters", "max_adapter_rank", "matmul_accuracy_level"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ProviderError(f"{name} is {value!r}; give a whole number")
-        layers = self.hidden_layers
-        whole = all(type(layer) is int and layer >= 0 for layer in layers)
-        if not whole or len(set(layers)) < len(layers):
-            raise ProviderError(
-                f"hidden_layers are {list(layers)}; they must be distinct layers, numbered from 0"
-            )
-        for name in ("coarse_head", "hybrid_kv_cache", "final_states"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ProviderError(f"{name} is {value!r}; give true or false")
-        if not isinstance(self.capture_graphs, bool | None):
-            raise ProviderError(
-                f"capture_graphs is {self.capture_graphs!r}; give true or false, or leave it out "
-                "to let the provider choose"
-            )
-        for name in numbers:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ProviderError(
-                    f"{name} is {value}; it must be at least 1, or be left out to let the "
-                    "provider choose"
-                )
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise ProviderError(f"threads is {self.threads}; it must be at most {MOST_THREADS}")
-        if self.max_adapters < 0 or self.max_adapter_rank < 1:
-            raise ProviderError(
-                f"max_adapters is {self.max_adapters} and max_adapter_rank is "
-                f"{self.max_adapter_rank}; they must be at least 0 and 1"
-            )
-        if self.kv_memory is not None and not _is_memory(self.kv_memory):
-            raise ProviderError(
-                f"kv_memory is {self.kv_memory!r}; it must be bytes (an integer of at least 1) or "
-                "a share of the memory that the weights leave free (a float above 0 and at most "
-                "1.0), or be left out to let the provider choose"
-            )
-        if not 0 < self.kv_share <= 1:
-            raise ProviderError(f"kv_share is {self.kv_share}; it must be above 0 and at most 1.0")
-        if self.kv_memory is not None and self.kv_cache_tokens is not None:
-            raise ProviderError(
-                f"kv_cache_tokens is {self.kv_cache_tokens} and kv_memory is {self.kv_memory}; "
-                "both size the KV cache, give one of them"
-            )
-        if self.matmul_accuracy_level not in (None, *ACCURACY_LEVELS):
-            raise ProviderError(
-                f"matmul_accuracy_level is {self.matmul_accuracy_level}; it must be one of "
-                f"{', '.join(map(str, ACCURACY_LEVELS))}, or be left out to keep the artifact's"
-            )
-
-
-def _is_memory(value: object) -> bool:
-    if isinstance(value, float):
-        return 0 < value <= 1
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        check_load_options(self)
 
 
 @dataclass(frozen=True, slots=True)

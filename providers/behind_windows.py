@@ -24,7 +24,7 @@ from onnxport.graphs.paged import PagedAttentionNode, PagedInput
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.device_blocks import DeviceBlocks, device_caches
 from onnxport.providers.ort import Target, quiet_options, start_session
-from onnxport.providers.self_test import OUT, QKV, TOLERANCE, TYPES
+from onnxport.providers.self_test import OUT, QKV, TOLERANCE, TYPES, run_step
 
 GIVEN_UP: Final = 2  # columns behind the window of the rows below
 OLD: Final = 0  # block of what the window shows of the past
@@ -130,7 +130,7 @@ def _outputs(
         binding.bind_ortvalue_output(cache.output_name, cache.value)
     width = case.num_heads * case.head_size
     return [
-        (_step(session, binding, kept, width), _step(session, binding, gone, width))
+        (run_step(session, binding, kept, width), run_step(session, binding, gone, width))
         for kept, gone in steps
     ]
 
@@ -195,14 +195,3 @@ def _graph(kind: int, case: _Case) -> onnx.ModelProto:
     g.output(OUT, TensorProto.FLOAT, [contract.NUM_TOKENS, case.num_heads * case.head_size])
     g.node("Cast", [attention], outputs=[OUT], to=TensorProto.FLOAT)
     return g.build()
-
-
-def _step(
-    session: Any, binding: Any, inputs: dict[str, NDArray[Any]], width: int
-) -> NDArray[np.float32]:
-    for name, array in inputs.items():
-        binding.bind_cpu_input(name, array)
-    out = np.empty((len(inputs[QKV]), width), np.float32)
-    binding.bind_output(OUT, "cpu", 0, np.float32, out.shape, out.ctypes.data)
-    session.run_with_iobinding(binding)
-    return out

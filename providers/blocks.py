@@ -57,11 +57,13 @@ def tiled_layout(tile: int) -> CacheLayout:
         tiles = (num_blocks, kv_heads, block_size // tile, head_size, tile)
         return cache.reshape(tiles).swapaxes(3, 4)
 
-    def value(cache: NDArray[np.generic]) -> NDArray[np.generic]:
-        num_blocks, block_size, kv_heads, head_size = cache.shape
-        return cache.reshape(num_blocks, kv_heads, block_size, head_size)
+    return CacheLayout(key, heads_in_turn)
 
-    return CacheLayout(key, value)
+
+def heads_in_turn(cache: NDArray[np.generic]) -> NDArray[np.generic]:
+    """View a cache whose blocks hold their heads in turn, [blocks, kv_heads, tokens, head_size]."""
+    num_blocks, block_size, kv_heads, head_size = cache.shape
+    return cache.reshape(num_blocks, kv_heads, block_size, head_size)
 
 
 def paired_layout(tile: int) -> CacheLayout:

@@ -16,8 +16,9 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
-from onnxport.providers.base import Features, LoadOptions, Probe
+from onnxport.providers.base import LoadOptions, Probe
 from onnxport.providers.device import load_on_device, why_not_started
+from onnxport.providers.features import Features
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.nvidia.compiler import compile_add_lora
 from onnxport.providers.nvidia.gpus import as_cuda_counts, free_bytes, list_gpus

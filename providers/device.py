@@ -25,13 +25,14 @@ from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
-from onnxport.providers.base import Attention, Capabilities, KVFormat, LoadOptions
+from onnxport.providers.base import Capabilities, KVFormat, LoadOptions
 from onnxport.providers.buckets import Buckets
 from onnxport.providers.device_blocks import BlockRoom, allocate
 from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
 from onnxport.providers.device_states import device_states
 from onnxport.providers.failures import reported
+from onnxport.providers.features import Attention
 from onnxport.providers.hidden_states import check_hidden_layers, final_features
 from onnxport.providers.mixed_layers import refuse_mixed_adapters
 from onnxport.providers.ort import (

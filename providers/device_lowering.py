@@ -33,10 +33,11 @@ from onnxport.graphs.passes.write_min_max import write_min_max
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
 from onnxport.providers.adapters import Adapters
-from onnxport.providers.base import Attention, LoadOptions
+from onnxport.providers.base import LoadOptions
 from onnxport.providers.behind_windows import reads_behind_windows
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_lora import DeviceLora
+from onnxport.providers.features import Attention
 from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.latents import refuse_latent_adapters
 from onnxport.providers.layer_groups import layer_groups

@@ -12,8 +12,9 @@ from typing import Final
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers.base import Device, Features, LoadOptions, Probe
+from onnxport.providers.base import Device, LoadOptions, Probe
 from onnxport.providers.device import load_on_device, no_native_blocks, why_not_started
+from onnxport.providers.features import Features
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel

@@ -11,8 +11,9 @@ from typing import Final
 from onnxport.errors import CapacityError, OnnxportError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import INT8_LEVEL
-from onnxport.providers.base import Features, LoadOptions, Model, Probe, Provider
+from onnxport.providers.base import LoadOptions, Model, Probe, Provider
 from onnxport.providers.failures import forget
+from onnxport.providers.features import Features
 from onnxport.providers.trial import Clock, Figures, measure
 from onnxport.providers.trial_store import TrialStore, trial_key
 

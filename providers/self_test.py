@@ -216,7 +216,7 @@ def _run(
         binding.bind_ortvalue_input(cache.input_name, cache.value)
         binding.bind_ortvalue_output(cache.output_name, cache.value)
     width = tried.num_heads * tried.head_size
-    return [_step(session, binding, inputs, width) for inputs in step_inputs(tried)]
+    return [run_step(session, binding, inputs, width) for inputs in step_inputs(tried)]
 
 
 def step_inputs(tried: Tried) -> list[dict[str, NDArray[Any]]]:
@@ -239,9 +239,17 @@ def _inputs(
     }
 
 
-def _step(
+def run_step(
     session: Any, binding: Any, inputs: dict[str, NDArray[Any]], width: int
 ) -> NDArray[np.float32]:
+    """Run a graph of one layer; returns its output, float32 [num_tokens, width].
+
+    Args:
+        session: of the graph.
+        binding: of the session, with its caches.
+        inputs: by their names, in host memory.
+        width: numbers of a token in the output.
+    """
     for name, array in inputs.items():
         binding.bind_cpu_input(name, array)
     out = np.empty((len(inputs[QKV]), width), np.float32)

@@ -25,9 +25,10 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
-from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe
+from onnxport.providers.base import Device, DeviceKind, LoadOptions, Probe
 from onnxport.providers.device import load_on_device
 from onnxport.providers.device_lowering import TYPES
+from onnxport.providers.features import Features
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target, quiet_options, start_session
 from onnxport.providers.ort_model import OrtModel

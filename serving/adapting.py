@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs.noise import LEAST_TEMPERATURE
-from onnxport.serving.drawing import LOWEST, REACH, RowParams, Thinning, thinned
+from onnxport.serving.drawing import LOWEST, REACH, thinned
 from onnxport.serving.edits import Floats, Ids
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import RowParams, Thinning
 from onnxport.serving.topm import top_m
 
 LIKELIEST = 100  # tokens that tell how fast probabilities fall

@@ -15,11 +15,11 @@ from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.kv.states import StateStep
 from onnxport.providers.base import StepInputs
 from onnxport.serving.adapters.adapter import Adapter
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.narrowing import EVERY_TOKEN, may_narrow
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import uniform
 from onnxport.serving.step_buffer import StepBuffer, fill_tables
+from onnxport.serving.step_plan import StepPlan
 
 SlotOf = Callable[[Adapter | None], int]  # 0 for none
 

@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from onnxport.graphs.noise import LEAST_TEMPERATURE
 from onnxport.serving.beams import Candidate
-from onnxport.serving.draft import StepPlan
-from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import Floats
 from onnxport.serving.logprob_modes import LOGITS, PROCESSED, as_logits, processed
 from onnxport.serving.named_logprobs import with_named
 from onnxport.serving.outputs import Failure
 from onnxport.serving.request import Request
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampled import RowLogprobs
 from onnxport.serving.sampler import logprobs
 from onnxport.serving.sampling import Mask, Masks, nothing_drawn
+from onnxport.serving.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 

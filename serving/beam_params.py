@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from onnxport.errors import RequestError
 from onnxport.serving.outputs import FinishReason, RequestOutput, TokenLogprobs
-from onnxport.serving.params import MAX_COMPLETIONS, SamplingParams
+from onnxport.serving.param_ranges import MAX_COMPLETIONS
+from onnxport.serving.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from queue import SimpleQueue
 
 from onnxport.providers.base import StepInputs
 from onnxport.serving import sampling
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.narrowing import narrow
 from onnxport.serving.sampler import native_sampler
 from onnxport.serving.sampling import Masks
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from onnxport.errors import CapacityError
 from onnxport.graphs.embedding_spec import POOLINGS, Dimensions, Pooling
-from onnxport.serving.params import MAX_LOGPROBS
+from onnxport.serving.param_ranges import MAX_LOGPROBS
 from onnxport.serving.speculation.config import SpeculationConfig
 
 MOST_TOKENS = 2**20  # of a step; more would not fit any memory
@@ -199,3 +199,23 @@ class EngineConfig:
                 f"speculation is {self.speculation!r}; give a SpeculationConfig, of "
                 "onnxport.serving.speculation.config"
             )
+
+
+class EngineOptions(TypedDict, total=False):
+    """Fields of `EngineConfig` as keyword arguments, but for the first three."""
+
+    max_queued_requests: int
+    scheduling_policy: SchedulingPolicy
+    enable_prefix_caching: bool
+    preemption: Preemption
+    kv_host_memory: int
+    kv_disk: Path | None
+    kv_disk_bytes: int
+    speculation: SpeculationConfig | None
+    max_host_adapters: int | None
+    max_logprobs: int | None
+    logprobs_mode: LogprobsMode
+    embeddings: bool | None
+    pooling: Pooling | None
+    matryoshka_dimensions: Dimensions | None
+    score_template: Path | None

@@ -1,15 +1,16 @@
-"""A step plan, and the draft that it grows from."""
+"""The draft that a step plan grows from."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import NOTHING, Found, blocks_for
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Turns
+from onnxport.serving.step_plan import StepPlan
 
 # Tokens of a prompt that a step computes where log probabilities of them are wanted: each needs a
 # row of logits, which are 0.6 MB for a vocabulary of 152k.
@@ -17,39 +18,6 @@ MOST_SCORED = 128
 # Of the logits of guessed tokens in a step, a row each: 440 rows of a vocabulary of 152k. No memory
 # plan counts them; the rows of 256 sequences that decode take 156 MB anyway.
 MOST_DRAFTED_BYTES = 256 << 20
-
-# Returns tokens that may follow some of the requests that decode, so many in all.
-Guess = Callable[[Sequence[Request], int], Mapping[Request, Sequence[int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step does; row `i` of the batch is `requests[i]`."""
-
-    requests: tuple[Request, ...]
-    # The first rows, which go on with one token, what they owe and drafts; prompts follow.
-    num_decodes: int
-    num_past: tuple[int, ...]  # tokens of each row that are in the cache, shared ones included
-    num_new: tuple[int, ...]  # tokens of each row to compute, >= 1, drafts included
-    num_logits: tuple[int, ...]  # last tokens of each row that logits are needed after
-    num_new_columns: tuple[int, ...]  # blank columns of blocks that each row takes for them
-    shared: Mapping[int, Found]  # row -> what is cached, that it goes on from
-    copied: frozenset[int]  # rows that write to blocks which others own too, hence to copies
-    sampled: tuple[int, ...]  # rows that reach their last token, and so sample the next one
-    stopped: frozenset[int]  # rows that end where their state should be kept
-    drafts: Mapping[int, tuple[int, ...]]  # row -> guessed tokens that are computed after its own
-    preempted: tuple[Request, ...]  # running requests that give their blocks back
-    turns: Mapping[int, Turns]  # priority -> how its tenants took turns
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(self.num_new)
-
-    @property
-    def num_drafted(self) -> int:
-        """Those of them that are guessed."""
-        return sum(map(len, self.drafts.values()))
 
 
 @dataclass(frozen=True, slots=True)

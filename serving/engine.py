@@ -17,7 +17,7 @@ from onnxport.serving.beam_search import BeamSearches
 from onnxport.serving.beside import Beside
 from onnxport.serving.classifying import Classifier
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.draft import StepPlan, most_drafted
+from onnxport.serving.draft import most_drafted
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
 from onnxport.serving.growth import Growth
@@ -27,8 +27,10 @@ from onnxport.serving.linear_attention import check_options
 from onnxport.serving.mixed_layers import refuse_tiers
 from onnxport.serving.narrowing import narrowed
 from onnxport.serving.outputs import CompletionDelta, Failure
-from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.pooling import Embedder, PoolingParams, pool
+from onnxport.serving.params import RequestOptions
+from onnxport.serving.pooling import Embedder, pool
+from onnxport.serving.preparing import Preparing
+from onnxport.serving.prompt_scores import score_prompts
 from onnxport.serving.recovery import Recovery
 from onnxport.serving.request import Request
 from onnxport.serving.retries import Retries
@@ -37,15 +39,14 @@ from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.sampling import Drawn, with_siblings
 from onnxport.serving.sequences import Sequences
 from onnxport.serving.stats import EngineStats
-from onnxport.serving.structured.cache import GrammarCompiler
-from onnxport.serving.structured.compiler import CompiledGrammar
+from onnxport.serving.step_plan import StepPlan
 from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
-class Engine:
+class Engine(Preparing):
     """Runs requests on a model with continuous batching. Not thread-safe, but for `prepare`."""
 
     def __init__(
@@ -149,11 +150,6 @@ class Engine:
         return self._runtime.failure
 
     @property
-    def grammars(self) -> GrammarCompiler | None:
-        """Compiles what requests ask of their output; None without a tokenizer."""
-        return self._intake.grammars
-
-    @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self._scheduler.has_work
@@ -161,11 +157,11 @@ class Engine:
     @property
     def num_queued(self) -> int:
         """Requests that have not begun."""
-        return self._scheduler.num_queued
+        return self._scheduler.tenants.num_queued
 
     def tenant_of(self, options: RequestOptions | None = None) -> str:
         """Whose request counts as whose; see `queue_room`."""
-        return self._scheduler.tenant_of(options or RequestOptions())
+        return self._scheduler.tenants.of(options or RequestOptions())
 
     def queue_room(
         self, options: RequestOptions | None = None, coming: Mapping[str, int] = NOBODY
@@ -177,102 +173,11 @@ class Engine:
             coming: how many others, of each `tenant_of`, are on their way to `submit`.
         """
         limit = self.config.max_queued_requests
-        return self._scheduler.queue_room(self.tenant_of(options), limit, coming)
+        return self._scheduler.tenants.room(self.tenant_of(options), limit, coming)
 
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener` from now on what happens; not while the engine runs elsewhere."""
         self._tally.add_listener(listener)
-
-    def prepare(
-        self,
-        request_id: str,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions | None = None,
-        grammar: CompiledGrammar | None = None,
-    ) -> Request:
-        """Tokenize and check a request; schedules nothing. Safe to call from any thread.
-
-        Args:
-            request_id: names the request; unique among the unfinished ones.
-            prompt: text, to which the tokenizer adds its special tokens, or token ids.
-            params: how to decode.
-            options: how to treat it; None for the defaults.
-            grammar: of its `structured_outputs`; None: it is compiled, and waited for.
-
-        Raises:
-            RequestError: the prompt is empty or holds a token that the model does not know, the
-                request needs text and there is no tokenizer, it asks for more completions than
-                run at once, for a priority where there are none, or for an adapter that is not
-                loaded (UnknownAdapterError).
-            CapacityError: prompt and max_tokens, of all beams of a beam search together, do not fit
-                the context or the KV cache.
-        """
-        options = options or RequestOptions()
-        return self._intake.request(request_id, prompt, params, options, self._clock, grammar)
-
-    @property
-    def embedder(self) -> Embedder | None:
-        """How prompts are embedded; None: none are."""
-        return self._intake.embedder
-
-    def prepare_embedding(
-        self,
-        request_id: str,
-        prompt: str | Sequence[int],
-        params: PoolingParams | None = None,
-        options: RequestOptions | None = None,
-    ) -> Request:
-        """Tokenize and check a prompt that is to be embedded; schedules nothing. From any thread.
-
-        Its only delta has the vector (`CompletionDelta.embedding`), or says why there is none.
-
-        Args:
-            request_id: names the request; unique among the unfinished ones.
-            prompt: text, to which the tokenizer adds its special tokens, or token ids.
-            params: how to embed; None for the defaults.
-            options: how to treat it; None for the defaults.
-
-        Raises:
-            RequestError: the engine embeds nothing, the vector cannot be cut as is asked, or as
-                `prepare`.
-            CapacityError: the prompt does not fit the context or the KV cache.
-        """
-        params, options = params or PoolingParams(), options or RequestOptions()
-        return self._intake.embedding(request_id, prompt, params, options, self._clock)
-
-    @property
-    def classifier(self) -> Classifier | None:
-        """How prompts are classified; None: none are."""
-        return self._intake.classifier
-
-    def prepare_classification(
-        self,
-        request_id: str,
-        prompt: str | Sequence[int],
-        options: RequestOptions | None = None,
-        *,
-        activated: bool = True,
-    ) -> Request:
-        """Tokenize and check a prompt that is to be classified; schedules nothing. From any thread.
-
-        Its only delta has the number of each label (`CompletionDelta.embedding`), or says why there
-        is none.
-
-        Args:
-            request_id: names the request; unique among the unfinished ones.
-            prompt: text, to which the tokenizer adds its special tokens, or token ids.
-            options: how to treat it; None for the defaults.
-            activated: whether the numbers are probabilities, and not what the score head gives.
-
-        Raises:
-            RequestError: the model has no score head, or as `prepare`.
-            CapacityError: the prompt does not fit the context or the KV cache.
-        """
-        options = options or RequestOptions()
-        return self._intake.classification(
-            request_id, prompt, options, self._clock, activated=activated
-        )
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request.
@@ -483,7 +388,7 @@ class Engine:
         summaries, allowed = self._runtime.summaries, narrowed(inputs)
         drawn = sampling.sample_step(plan, logits, masks(), threads, summaries, allowed)
         arrived = arrivals(plan, logits, masks(), threads)
-        return drawn, sampling.score_prompts(plan, logits, threads), arrived
+        return drawn, score_prompts(plan, logits, threads), arrived
 
     def _note_costs(self, plan: StepPlan, elapsed_s: float, computed_s: float) -> None:
         """Tell those who decide by measured times how long a step took, in all and computing."""

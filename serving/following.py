@@ -3,8 +3,47 @@
 from __future__ import annotations
 
 from onnxport.kv.pool import BlockPool
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.queues import Queues
+from onnxport.serving.step_plan import StepPlan
+
+
+class Foresight:
+    """What follows the last step that ran, as long as nothing else happens."""
+
+    __slots__ = ("_ahead", "_last", "_pool", "_queues")
+
+    def __init__(self, queues: Queues, pool: BlockPool) -> None:
+        """Know nothing yet.
+
+        Args:
+            queues: who waits and runs.
+            pool: where blocks come from.
+        """
+        self._queues = queues
+        self._pool = pool
+        self._last: StepPlan | None = None  # the plan since whose commit nothing has changed
+        self._ahead: tuple[StepPlan, StepPlan | None] | None = None  # a plan, and what follows it
+
+    def forget(self) -> None:
+        """Something happens: what comes next has to be looked for."""
+        self._last = self._ahead = None
+
+    def note(self, plan: StepPlan) -> None:
+        """A plan is committed."""
+        self._last = plan
+
+    def look(self, plan: StepPlan) -> None:
+        """Look what follows a plan that runs; from any thread, see `Scheduler.plan_ahead`."""
+        self._ahead = (plan, following(plan, self._queues, self._pool))
+
+    def plan(self) -> StepPlan | None:
+        """Return what follows the last step, found already or now; None: it is not known."""
+        last, ahead = self._last, self._ahead
+        if last is None:
+            return None
+        if ahead is not None and ahead[0] is last:
+            return ahead[1]
+        return following(last, self._queues, self._pool)
 
 
 def following(plan: StepPlan, queues: Queues, pool: BlockPool) -> StepPlan | None:

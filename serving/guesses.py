@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.providers.base import Capabilities
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.sampling import Drawn
 from onnxport.serving.stats import SpeculationCounters
+from onnxport.serving.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.states import NO_TOKENS, StatePool, StateStep
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
+from onnxport.serving.step_plan import StepPlan
 
 
 class HeldStates:

@@ -20,6 +20,39 @@ LEAST_SHARED: Final = 64
 COST_OF_SHORT_STEP: Final = 2
 
 
+class HitCounts:
+    """What the prefix cache was asked for and found, of requests at their first attempts.
+
+    Attributes:
+        looked_up: tokens of started requests.
+        found: those of them that were in the cache.
+    """
+
+    __slots__ = ("found", "looked_up")
+
+    def __init__(self) -> None:
+        """Begin at nothing."""
+        self.looked_up = self.found = 0
+
+    def note(self, request: Request, num_past: int) -> None:
+        """Count a row of a step that shares blocks or starts a request, before it is that far.
+
+        Args:
+            request: of the row.
+            num_past: its tokens that need not be computed.
+        """
+        if request.num_preemptions or request.keys is None:
+            return
+        if request.params.skip_reading_prefix_cache:
+            return
+        if not request.running:
+            self.looked_up += len(request.tokens)
+        found = num_past - request.num_computed_tokens
+        self.found += found
+        for one in (request, *request.siblings):
+            one.num_cached_tokens += found
+
+
 class Hits:
     """Looks up the blocks of requests in a pool that somebody else changes."""
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.serving.adapting import settled
-from onnxport.serving.drawing import RowParams, Thinning, thinned
+from onnxport.serving.drawing import thinned
 from onnxport.serving.edits import Floats, Ids, RowEdits
 from onnxport.serving.numpy_sampler import changed_row
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import RowParams, Thinning
 from onnxport.serving.tokenizer import Tokenizer
 
 LEAST = 0.2  # probability of a token that stays

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from onnxport.errors import RequestError
+from onnxport.kv.prefix import KeyChain
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.adapters.use import Use
@@ -18,17 +19,22 @@ from onnxport.serving.classifying import NO_CLASSES, Classifier, ClassPooler
 from onnxport.serving.config import EngineConfig, LogprobsMode
 from onnxport.serving.dry import dry_of
 from onnxport.serving.infill_sampler import infill_rule
+from onnxport.serving.intake_checks import (
+    check_completions,
+    check_generates,
+    check_priority,
+    check_without_tokenizer,
+)
 from onnxport.serving.limits import beams_total, max_total_tokens, token_array
 from onnxport.serving.logprob_limits import check_total, with_counts
-from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.pooling import NO_EMBEDDINGS, Embedder, Pooler, PoolingParams
 from onnxport.serving.request import Request
-from onnxport.serving.rules import SequenceRules, check_ids, logit_rules
+from onnxport.serving.rules import LogitRules, SequenceRules, check_ids, logit_rules
 from onnxport.serving.structured.cache import GrammarCompiler
 from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.vocabulary import Vocabulary
-from onnxport.serving.text import Pieces, TextStream
+from onnxport.serving.text import TextStream
 from onnxport.serving.thought_budget import thought_budget
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.truncation import Around, cut
@@ -95,70 +101,28 @@ class Intake:
         clock: Callable[[], float],
         grammar: CompiledGrammar | None = None,
     ) -> Request:
-        """Return a request, its siblings with it; see `Engine.prepare`."""
-        if self.embedder is not None and not self.embedder.generates:
-            raise RequestError(
-                "this model embeds texts and generates none, for it has no head; send the text to "
-                "/v1/embeddings (LLM.embed)"
-            )
-        if self.classifier is not None and not self.classifier.generates:
-            raise RequestError(
-                "this model judges texts and generates none, for it has a score head in place of "
-                "another; send the text to /classify (LLM.classify), or pairs to /rerank or /score "
-                "(LLM.score)"
-            )
+        """Return a request, its siblings with it; see `Preparing.prepare`."""
+        check_generates(self.embedder, self.classifier)
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
         params = with_counts(params, self._config.max_logprobs, limits.vocab_size)
         check_ids("logprob_token_ids", params.logprob_token_ids or (), limits.vocab_size)
-        encode = None
-        if self._tokenizer is not None:
-            encode = partial(self._tokenizer.encode_all, add_special_tokens=False)
         text = prompt if isinstance(prompt, str) else None
         tokens = self._tokens(prompt, limits)
-        longest = max_total_tokens(
-            len(tokens),
-            params.max_tokens,
-            limits,
-            only_prompt=options.only_prompt,
-            ends_at_context=options.ends_at_context,
-        )
-        if params.use_beam_search:
-            longest = beams_total(len(tokens), params, longest, limits)
-        if params.min_tokens > (room := longest - len(tokens)):
-            raise RequestError(
-                f"min_tokens is {params.min_tokens}, and after {len(tokens)} tokens of prompt "
-                f"there is room for {room}; shorten the prompt or ask for fewer tokens",
-                "min_tokens",
-            )
+        longest = _longest(len(tokens), params, options, limits)
         check_total(params, len(tokens) - 1, longest - len(tokens))
         stop_ids = frozenset(params.stop_token_ids)
         end_ids = stop_ids | self._eos_token_ids
         grammar = grammar or self._grammar(params)
         if grammar is not None and grammar.is_empty:
             params = replace(params, min_tokens=0)  # nothing can come but an end
-        budget = thought_budget(params, self._tokenizer, limits.vocab_size)
-        dry = dry_of(params, self._tokenizer)
+        rules = self._rules(params, end_ids, limits.vocab_size)
         infill = infill_rule(params, self._tokenizer, end_ids)
-        rules = logit_rules(params, end_ids, limits.vocab_size, encode, budget, dry)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         use = Use.of(self._adapters.pick(options), tokens)
-        keys = None
-        if self._config.enable_prefix_caching and params.prompt_logprobs is None:
-            keys = use.keys(options.cache_salt, limits.block_size)
-            keys.extend(tokens)
+        keys = self._keys(use, options, tokens, limits) if params.prompt_logprobs is None else None
         arrival_s = clock()
-
-        num_prompt, prompt_tokens = len(tokens), tokens
-
-        def text_stream() -> TextStream | None:
-            if self._tokenizer is None:
-                return None
-            skips = params.skip_special_tokens
-            pieces = self._tokenizer.detokenizer(
-                prompt_tokens, skip_special_tokens=skips, spelled=params.spelled_token_ids
-            )
-            return _text_stream(pieces, params)
+        text_stream = partial(self._text_stream, params, tokens)
 
         def sequence(index: int) -> Request:
             return Request(
@@ -185,16 +149,44 @@ class Intake:
         first = sequence(0)
         first.siblings = tuple(map(sequence, range(1, params.num_sequences)))
         if params.use_beam_search:
-            beginning = Beginning(
-                lambda: SequenceRules(rules, num_prompt) if rules else None,
-                lambda: grammar.sequence(num_prompt) if grammar else None,
-                text_stream,
-            )
-            slots = (first, *first.siblings)
-            beams = BeamGroup(slots, beginning)
-            for slot in slots:
-                slot.beams, slot.text = beams, None
+            _search(first, rules, grammar, text_stream)
         return first
+
+    def _rules(
+        self, params: SamplingParams, end_ids: frozenset[int], vocab_size: int
+    ) -> LogitRules | None:
+        """Return what a request wants changed in its logits; None: nothing."""
+        encode = None
+        if self._tokenizer is not None:
+            encode = partial(self._tokenizer.encode_all, add_special_tokens=False)
+        budget = thought_budget(params, self._tokenizer, vocab_size)
+        dry = dry_of(params, self._tokenizer)
+        return logit_rules(params, end_ids, vocab_size, encode, budget, dry)
+
+    def _keys(
+        self, use: Use, options: RequestOptions, tokens: array[int], limits: Capabilities
+    ) -> KeyChain | None:
+        """Return what the blocks of a prompt are called; None: they are not shared."""
+        if not self._config.enable_prefix_caching:
+            return None
+        keys = use.keys(options.cache_salt, limits.block_size)
+        keys.extend(tokens)
+        return keys
+
+    def _text_stream(self, params: SamplingParams, prompt: array[int]) -> TextStream | None:
+        """Return what turns the tokens of a sequence into text and ends it; None: nothing does."""
+        if self._tokenizer is None:
+            return None
+        skips = params.skip_special_tokens
+        pieces = self._tokenizer.detokenizer(
+            prompt, skip_special_tokens=skips, spelled=params.spelled_token_ids
+        )
+        return TextStream(
+            pieces,
+            params.stop,
+            includes_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
 
     def embedding(
         self,
@@ -204,7 +196,7 @@ class Intake:
         options: RequestOptions,
         clock: Callable[[], float],
     ) -> Request:
-        """Return a request for a vector of its prompt; see `Engine.prepare_embedding`."""
+        """Return a request for a vector of its prompt; see `Preparing.prepare_embedding`."""
         embedder = self.embedder
         if embedder is None:
             raise RequestError(NO_EMBEDDINGS)
@@ -260,7 +252,7 @@ class Intake:
         *,
         activated: bool,
     ) -> Request:
-        """Return a request for numbers of labels; see `Engine.prepare_classification`."""
+        """Return a request for numbers of labels; see `Preparing.prepare_classification`."""
         if self.classifier is None:
             raise RequestError(NO_CLASSES)
         request = self._pooled(request_id, prompt, options, clock, reads_all=False)
@@ -295,10 +287,6 @@ class Intake:
         tokens = self._tokens(prompt, limits)
         longest = max_total_tokens(len(tokens), 1, limits, only_prompt=True)
         use = Use.of(self._adapters.pick(options), tokens)
-        keys = None
-        if self._config.enable_prefix_caching:
-            keys = use.keys(options.cache_salt, limits.block_size)
-            keys.extend(tokens)
         return Request(
             request_id,
             tokens,
@@ -307,7 +295,7 @@ class Intake:
             options=replace(options, only_prompt=True),
             prompt=prompt if isinstance(prompt, str) else None,
             arrival_time_s=clock(),
-            keys=keys,
+            keys=self._keys(use, options, tokens, limits),
             adapter=use.adapter,
             adapter_start=use.start,
         )
@@ -354,40 +342,53 @@ class Intake:
         max_num_seqs: int,
     ) -> None:
         """Refuse what does not depend on the prompt's tokens."""
-        if self._tokenizer is None and (isinstance(prompt, str) or params.stop):
-            what = "a text prompt" if isinstance(prompt, str) else "a stop string"
-            param = "prompt" if isinstance(prompt, str) else "stop"
-            raise RequestError(f"{what} needs a tokenizer and this engine has none", param)
-        name = "n" if params.num_sequences == params.n else "best_of"
-        if params.num_sequences > max_num_seqs:
-            raise RequestError(
-                f"{name} is {params.num_sequences}, and the engine runs {max_num_seqs} sequences "
-                "at once; ask for fewer completions, or raise max_num_seqs",
-                name,
-            )
-        mode = self._config.logprobs_mode
-        is_ranked = params.num_sequences > params.n and not params.use_beam_search
-        if mode in LOGITS and is_ranked:
-            raise RequestError(
-                f"best_of is {params.best_of} and n is {params.n}, and completions are compared by "
-                f"log probabilities, of which this engine has none (logprobs_mode {mode}); leave "
-                "best_of out",
-                "best_of",
-            )
-        if options.priority and self._config.scheduling_policy == "fcfs":
-            raise RequestError(
-                f"priority is {options.priority}, but this engine serves by arrival "
-                "(scheduling_policy fcfs); leave it out, or start the engine with the policy "
-                "priority or fair",
-                "priority",
-            )
+        if self._tokenizer is None:
+            check_without_tokenizer(prompt, params)
+        check_completions(params, self._config.logprobs_mode, max_num_seqs)
+        check_priority(options, self._config.scheduling_policy)
 
 
-def _text_stream(pieces: Pieces, params: SamplingParams) -> TextStream:
-    """Return what turns the tokens of a sequence into text and ends it."""
-    return TextStream(
-        pieces,
-        params.stop,
-        includes_stop=params.include_stop_str_in_output,
-        min_tokens=params.min_tokens,
+def _longest(
+    num_tokens: int, params: SamplingParams, options: RequestOptions, limits: Capabilities
+) -> int:
+    """Return how many tokens a sequence may have, prompt and output.
+
+    Raises:
+        CapacityError: there is not room for them, nor for a part where that would do.
+        RequestError: it has to have more.
+    """
+    longest = max_total_tokens(
+        num_tokens,
+        params.max_tokens,
+        limits,
+        only_prompt=options.only_prompt,
+        ends_at_context=options.ends_at_context,
     )
+    if params.use_beam_search:
+        longest = beams_total(num_tokens, params, longest, limits)
+    if params.min_tokens > (room := longest - num_tokens):
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, and after {num_tokens} tokens of prompt "
+            f"there is room for {room}; shorten the prompt or ask for fewer tokens",
+            "min_tokens",
+        )
+    return longest
+
+
+def _search(
+    first: Request,
+    rules: LogitRules | None,
+    grammar: CompiledGrammar | None,
+    text_stream: Callable[[], TextStream | None],
+) -> None:
+    """Make a sequence and its siblings the slots of a beam search."""
+    num_prompt = first.num_prompt_tokens
+    beginning = Beginning(
+        lambda: SequenceRules(rules, num_prompt) if rules else None,
+        lambda: grammar.sequence(num_prompt) if grammar else None,
+        text_stream,
+    )
+    slots = (first, *first.siblings)
+    beams = BeamGroup(slots, beginning)
+    for slot in slots:
+        slot.beams, slot.text = beams, None

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack, cast
+from typing import Any, Self, Unpack, cast
 
-from onnxport.errors import CapacityError, DeviceLostError, RequestError
-from onnxport.graphs.embedding_spec import Dimensions, Pooling
-from onnxport.providers.base import Attention, Capabilities, LoadOptions
+from onnxport.errors import RequestError
+from onnxport.providers.base import Capabilities, LoadOptions
+from onnxport.providers.features import Attention
 from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.adapters.registry import AdapterReader
 from onnxport.serving.beam_params import BeamSearchOutput, BeamSearchParams
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.collect import Collector, OutputCollector
-from onnxport.serving.config import EngineConfig, LogprobsMode, Preemption, SchedulingPolicy
+from onnxport.serving.config import EngineConfig, EngineOptions
 from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
 from onnxport.serving.engine import Engine
-from onnxport.serving.interrupts import Interrupts
 from onnxport.serving.llm_pooling import PoolingMethods
 from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
@@ -28,33 +26,13 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
 from onnxport.serving.reasoning_formats import AUTO, reasoning_format
 from onnxport.serving.request import Request
-from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.running import run_to_ends
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.template_messages import Message, Tool
 from onnxport.serving.thought_budget import with_thought
 from onnxport.serving.tokenizer import Tokenizer
 
 DEFAULTS = EngineConfig()
-
-
-class EngineOptions(TypedDict, total=False):
-    """The further fields of `EngineConfig`."""
-
-    max_queued_requests: int
-    scheduling_policy: SchedulingPolicy
-    enable_prefix_caching: bool
-    preemption: Preemption
-    kv_host_memory: int
-    kv_disk: Path | None
-    kv_disk_bytes: int
-    speculation: SpeculationConfig | None
-    max_host_adapters: int | None
-    max_logprobs: int | None
-    logprobs_mode: LogprobsMode
-    embeddings: bool | None
-    pooling: Pooling | None
-    matryoshka_dimensions: Dimensions | None
-    score_template: Path | None
 
 
 class LLM(PoolingMethods):
@@ -397,7 +375,7 @@ class LLM(PoolingMethods):
         return str(next(self._numbers))
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests to their ends; see `_run_into`."""
+        """Run the requests to their ends, and return their outputs."""
         collectors = {request.request_id: OutputCollector(request) for request in requests}
         self._run_into(collectors, requests, use_tqdm=use_tqdm)
         return [collector.output() for collector in collectors.values()]
@@ -405,49 +383,5 @@ class LLM(PoolingMethods):
     def _run_into(
         self, collectors: Mapping[str, Collector], requests: Sequence[Request], *, use_tqdm: bool
     ) -> None:
-        """Run the requests to their ends; an interruption aborts them, after the step that runs.
-
-        They are submitted as the queue has room for them.
-        """
-        with Interrupts() as interrupts:
-            self._run_all(collectors, requests, interrupts, use_tqdm=use_tqdm)
-
-    def _run_all(
-        self,
-        collectors: Mapping[str, Collector],
-        requests: Sequence[Request],
-        interrupts: Interrupts,
-        *,
-        use_tqdm: bool,
-    ) -> None:
-        progress = _progress(sum(request.params.num_sequences for request in requests), use_tqdm)
-        coming = deque(requests)
-        try:
-            while coming or self._engine.has_work:
-                interrupts.check()
-                while coming and self._engine.queue_room(coming[0].options) > 0:
-                    self._submit(coming.popleft(), collectors)
-                for delta in self._engine.step():
-                    collectors[delta.request_id].add(delta)
-                    if delta.finish_reason is not None:
-                        progress()
-        finally:
-            for request in requests:
-                self._engine.abort(request.request_id)
-
-    def _submit(self, request: Request, collectors: Mapping[str, Collector]) -> None:
-        """Queue a request; it fails alone if it cannot run since a device was lost."""
-        try:
-            self._engine.submit(request)
-        except (CapacityError, DeviceLostError) as error:
-            collectors[request.request_id].fail(str(error))
-
-
-def _progress(total: int, show: bool) -> Callable[[], object]:
-    """Return what to call when a request has ended."""
-    if not show:
-        return lambda: None
-    from tqdm import tqdm
-
-    bar: Any = tqdm(total=total, unit="request", dynamic_ncols=True)
-    return lambda: bar.update() and bar.n == total and bar.close()
+        """Run the requests to their ends; see `run_to_ends`."""
+        run_to_ends(self._engine, requests, collectors, use_tqdm=use_tqdm)

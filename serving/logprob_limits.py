@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnxport.errors import RequestError
-from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+from onnxport.serving.param_ranges import MAX_LOGPROBS
+from onnxport.serving.params import SamplingParams
 
 # Of one request, where a position has more of them than usual. Each takes about 300 bytes until it
 # is delivered, so this many take 1.2 GiB, and half as much again as JSON.

@@ -13,9 +13,10 @@ import numpy as np
 
 from onnxport.graphs.noise import LEAST_TEMPERATURE
 from onnxport.serving.adapting import near_target, settled
-from onnxport.serving.drawing import FIRST_NUCLEUS, RowParams, thinned
+from onnxport.serving.drawing import FIRST_NUCLEUS, thinned
 from onnxport.serving.edits import Floats
 from onnxport.serving.numpy_sampler import changed_row, only
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampled import RowLogprobs
 from onnxport.serving.topm import top_m
 

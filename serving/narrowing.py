@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.providers.base import StepInputs
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.native.sampler import NativeSampler
 from onnxport.serving.outputs import Failure
 from onnxport.serving.request import Request
+from onnxport.serving.step_plan import StepPlan
 
 EVERY_TOKEN = -1  # a word that allows all its tokens
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from onnxport.serving.adapting import drawn_near, settled, surprise
-from onnxport.serving.drawing import RowParams, draw
+from onnxport.serving.drawing import draw
 from onnxport.serving.edits import Floats, Ids, RowEdits, edited
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampled import RowLogprobs, Sampled
 from onnxport.serving.topm import top_m
 

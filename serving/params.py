@@ -10,34 +10,30 @@ from onnxport.errors import RequestError
 from onnxport.serving.param_checks import (
     check_integer,
     check_number,
-    check_token,
     check_type,
     ids_of,
     texts_of,
 )
+from onnxport.serving.param_ranges import (
+    MAX_COMPLETIONS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_PRIORITY,
+    MAX_SCALE,
+    MAX_TIMEOUT_S,
+    biases_of,
+    breakers_of,
+    check_adapting,
+    check_beams,
+    check_choices,
+    check_left_out,
+    check_penalties,
+    check_repetitions,
+    check_thinking,
+)
 from onnxport.serving.repetition import RepetitionDetection
 from onnxport.serving.structured.spec import StructuredOutputs
-from onnxport.serving.text import HALF, is_whole
 from onnxport.serving.thoughts import Thought
 
-MAX_LOGPROBS = 20  # of one position, unless the engine is told otherwise; OpenAI's and vLLM's
-MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's
-MAX_COMPLETIONS = 128  # OpenAI's limit of n
-MAX_PRIORITY = 2**31
-MAX_PENALTY = 2.0  # OpenAI's limit of presence and frequency penalties
-MAX_REPETITION = 100.0  # and its inverse the least: beyond, float32 logits could overflow
-MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
-MAX_BAD_WORDS, MAX_BAD_WORDS_LENGTH = 1024, 32_768  # texts, and characters of all
-MAX_SIGMA = 100.0
-MAX_LENGTH_PENALTY = 16.0  # and its negative the least: of no length a float overflows
-MAX_DRY = 100.0  # of multiplier and base
-MAX_DRY_LENGTH = 1 << 20
-MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
-MAX_DYNATEMP = 100.0  # of range and exponent
-MAX_TAU, MAX_ETA = 100.0, 1.0
-MAX_DECAY = 0.99
-MAX_SCALE = 1000.0  # of an adapter
-MAX_LAST_N = 1 << 20  # tokens
 DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 SWITCHES = (
     "ignore_eos",
@@ -47,7 +43,6 @@ SWITCHES = (
     "use_beam_search",
     "infill",
 )
-MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +229,8 @@ class SamplingParams:
             object.__setattr__(self, "thinking_token_budget", None)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
+        if self.top_n_sigma == -1:  # llama.cpp's way to say "all"
+            object.__setattr__(self, "top_n_sigma", 0.0)
         check_number("temperature", self.temperature, 0.0, 100.0)
         check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
@@ -250,15 +247,20 @@ class SamplingParams:
                 "completions as are returned",
                 "best_of",
             )
-        self._check_penalties()
-        self._check_choices()
-        self._check_left_out()
-        self._check_repetitions()
-        self._check_adapting()
+        check_penalties(self)
+        object.__setattr__(self, "logit_bias", biases_of(self.logit_bias))
+        check_choices(self)
+        check_left_out(self)
+        check_repetitions(self)
+        breakers = breakers_of(self.dry_sequence_breakers)
+        object.__setattr__(self, "dry_sequence_breakers", breakers)
+        check_adapting(self)
+        if self.adaptive_target is not None and self.adaptive_target < 0.0:  # llama.cpp's "none"
+            object.__setattr__(self, "adaptive_target", None)
         check_type("structured_outputs", self.structured_outputs, StructuredOutputs)
         check_type("repetition_detection", self.repetition_detection, RepetitionDetection)
-        self._check_thinking()
-        self._check_beams()
+        check_thinking(self)
+        check_beams(self)
 
     def _take_logprob_tokens(self) -> None:
         """Check the tokens of `logprob_token_ids`, each of which counts once, and ask for them."""
@@ -271,149 +273,6 @@ class SamplingParams:
         object.__setattr__(self, name, tuple(dict.fromkeys(token_ids)) or None)
         if token_ids and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
-
-    def _check_thinking(self) -> None:
-        """Check what is said of reasoning."""
-        check_integer("thinking_token_budget", self.thinking_token_budget, 0, math.inf)
-        thought = self.thought
-        if thought is None:
-            return
-        if not isinstance(thought, Thought):
-            raise RequestError(f"thought is {repr(thought)[:80]}; give a Thought", "thought")
-        is_begun = thought.is_open or bool(thought.opens)
-        if not (is_begun and thought.closes and all((*thought.opens, *thought.closes))):
-            raise RequestError(
-                f"thought is {repr(thought)[:200]}; name what opens and what closes it, in texts "
-                "that are not empty",
-                "thought",
-            )
-
-    def _check_beams(self) -> None:
-        """Check what is said of beam search, and that nothing is asked that it cannot do."""
-        check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        if not self.use_beam_search:
-            if self.length_penalty != 1.0:
-                raise RequestError(
-                    f"length_penalty is {self.length_penalty} without use_beam_search; it compares "
-                    "the texts of a beam search. Set use_beam_search to true, or leave it out",
-                    "length_penalty",
-                )
-            return
-        detection = self.repetition_detection
-        chances = {
-            "seed": self.seed is not None,
-            "top_p": self.top_p < 1.0,
-            "top_k": self.top_k is not None,
-            "min_p": self.min_p > 0.0,
-            "typical_p": self.typical_p < 1.0,
-            "top_n_sigma": self.top_n_sigma > 0.0,
-            "xtc_probability": self.xtc_probability > 0.0,
-            "dynatemp_range": self.dynatemp_range > 0.0,
-            "mirostat": self.mirostat != 0,
-            "adaptive_target": self.adaptive_target is not None,
-            "infill": self.infill,
-            "repetition_detection": detection is not None and detection.is_on,
-        }
-        if given := [name for name, is_given in chances.items() if is_given]:
-            raise RequestError(
-                f"{given[0]} is {repr(getattr(self, given[0]))[:80]} with use_beam_search, which "
-                "looks for the likeliest texts among all, and draws nothing; leave one of them out",
-                given[0],
-            )
-
-    def _check_left_out(self) -> None:
-        """Check what llama.cpp leaves tokens out by."""
-        if self.top_n_sigma == -1:  # llama.cpp's way to say "all"
-            object.__setattr__(self, "top_n_sigma", 0.0)
-        check_number("top_n_sigma", self.top_n_sigma, 0.0, MAX_SIGMA)
-        check_number("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
-        check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
-
-    def _check_adapting(self) -> None:
-        """Check what moves from token to token."""
-        check_number("dynatemp_range", self.dynatemp_range, 0.0, MAX_DYNATEMP)
-        check_number("dynatemp_exponent", self.dynatemp_exponent, 0.0, MAX_DYNATEMP)
-        check_number("mirostat", self.mirostat, 0, 2)
-        check_integer("mirostat", self.mirostat, 0, 2)
-        check_number("mirostat_tau", self.mirostat_tau, 0.0, MAX_TAU)
-        check_number("mirostat_eta", self.mirostat_eta, 0.0, MAX_ETA)
-        if self.adaptive_target is not None:
-            check_number("adaptive_target", self.adaptive_target, -math.inf, 1.0)
-            if self.adaptive_target < 0.0:  # llama.cpp's way to say "none"
-                object.__setattr__(self, "adaptive_target", None)
-        check_number("adaptive_decay", self.adaptive_decay, 0.0, MAX_DECAY)
-
-    def _check_repetitions(self) -> None:
-        """Check what is said of DRY."""
-        check_number("dry_multiplier", self.dry_multiplier, 0.0, MAX_DRY)
-        check_number("dry_base", self.dry_base, 1.0, MAX_DRY)
-        check_number("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
-        check_integer("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
-        check_number("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
-        check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
-        name = "dry_sequence_breakers"
-        breakers = texts_of(name, self.dry_sequence_breakers)
-        object.__setattr__(self, name, breakers)
-        if half := [text for text in breakers if not is_whole(text)]:
-            raise RequestError(f"{name} holds {half[0]!r}, which {HALF}", name)
-        longest = max(map(len, breakers), default=0)
-        if len(breakers) > MAX_DRY_BREAKERS or longest > MAX_DRY_BREAKER:
-            raise RequestError(
-                f"{name} are {len(breakers)} texts of up to {longest} characters; give at most "
-                f"{MAX_DRY_BREAKERS} of {MAX_DRY_BREAKER}",
-                name,
-            )
-
-    def _check_penalties(self) -> None:
-        """Check what changes logits, and bring `logit_bias` into its form."""
-        check_number(
-            "repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION
-        )
-        check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        check_integer("repeat_last_n", self.repeat_last_n, -1, MAX_LAST_N)
-        try:
-            biases = dict(self.logit_bias or ())
-        except (TypeError, ValueError) as error:
-            raise RequestError(
-                f"logit_bias is {repr(self.logit_bias)[:80]}; give what is added to each token, by "
-                "token id",
-                "logit_bias",
-            ) from error
-        for token_id, bias in biases.items():
-            check_token("logit_bias", token_id)
-            if bias != -math.inf:
-                check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
-        object.__setattr__(self, "logit_bias", tuple(sorted(biases.items())))
-
-    def _check_choices(self) -> None:
-        """Check what forbids tokens."""
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise RequestError(
-                f"bad_words has {len(self.bad_words)} texts; give at most {MAX_BAD_WORDS}",
-                "bad_words",
-            )
-        if (length := sum(map(len, self.bad_words))) > MAX_BAD_WORDS_LENGTH:
-            raise RequestError(
-                f"bad_words has {length} characters in all; give at most {MAX_BAD_WORDS_LENGTH}",
-                "bad_words",
-            )
-        if self.allowed_token_ids == ():
-            raise RequestError(
-                "allowed_token_ids is empty, so that nothing could be generated; name a token, or "
-                "leave it out to allow all",
-                "allowed_token_ids",
-            )
-        most = math.inf if self.max_tokens is None else self.max_tokens
-        check_number("min_tokens", self.min_tokens, 0, math.inf)
-        check_integer("min_tokens", self.min_tokens, 0, math.inf)
-        if self.min_tokens > most:
-            raise RequestError(
-                f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}; ask for no "
-                "more than may be generated",
-                "min_tokens",
-            )
 
     @property
     def num_sequences(self) -> int:

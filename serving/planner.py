@@ -61,12 +61,13 @@ from onnxport.kv.pool import BlockPool
 from onnxport.kv.states import StatePool
 from onnxport.kv.table import NOTHING
 from onnxport.serving.beams import BeamGroup, together
-from onnxport.serving.draft import Draft, Guess, StepPlan
+from onnxport.serving.draft import Draft
 from onnxport.serving.hits import Hits
 from onnxport.serving.line import in_line
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 from onnxport.serving.room import NO_ROOM, Room, RoomMaker
+from onnxport.serving.step_plan import Guess, StepPlan
 
 # Waiting requests that a plan looks at to let prompts stop for them, though they do not start in
 # it: about as many as the next step or two may reach.

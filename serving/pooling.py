@@ -14,8 +14,8 @@ from onnxport.graphs.embedding_spec import Dimensions, EmbeddingSpec, Pooling, S
 from onnxport.serving.truncation import SIDES, Side, check_truncation
 
 if TYPE_CHECKING:
-    from onnxport.serving.draft import StepPlan
     from onnxport.serving.request import Request
+    from onnxport.serving.step_plan import StepPlan
 
 Floats = NDArray[np.float32]
 

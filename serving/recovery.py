@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from onnxport.errors import CapacityError, DeviceLostError, DeviceMemoryError
 from onnxport.serving.beams import BeamGroup
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.growth import Growth
 from onnxport.serving.intake import Intake
 from onnxport.serving.limits import longest_beams, remaining_total
@@ -17,6 +16,7 @@ from onnxport.serving.retries import Retries
 from onnxport.serving.runtime import Runtime
 from onnxport.serving.sampling import with_siblings
 from onnxport.serving.sequences import Sequences
+from onnxport.serving.step_plan import StepPlan
 from onnxport.serving.tally import Tally
 
 logger = logging.getLogger(__name__)

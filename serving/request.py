@@ -15,7 +15,12 @@ from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.adapting import Feedback, feedback
 from onnxport.serving.classifying import ClassPooler
 from onnxport.serving.config import LogprobsMode
-from onnxport.serving.drawing import (
+from onnxport.serving.grammar import Grammar
+from onnxport.serving.infill_sampler import InfillRule
+from onnxport.serving.outputs import FinishReason, RequestMetrics
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.pooling import Pooler
+from onnxport.serving.row_params import (
     NOTHING_LEFT_OUT,
     Adapting,
     RowParams,
@@ -24,11 +29,6 @@ from onnxport.serving.drawing import (
     exact_logits,
     summary_scale,
 )
-from onnxport.serving.grammar import Grammar
-from onnxport.serving.infill_sampler import InfillRule
-from onnxport.serving.outputs import FinishReason, RequestMetrics
-from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.pooling import Pooler
 from onnxport.serving.rules import LogitRules, SequenceRules
 from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.stuck import Repetition
@@ -90,12 +90,12 @@ class Request:
         likeliest: whether its tokens are the likeliest that its grammar allows, or of all without
             one, of unchanged logits, and nothing else is asked.
         feedback: what its tokens say of how the next one is drawn; None: nothing.
-        exact_logits: see `drawing.exact_logits`; the prompt's log probabilities are not counted.
-        exact_allowed: see `drawing.exact_allowed`, likewise; 0 where it may get any token.
+        exact_logits: see `row_params.exact_logits`; the prompt's log probabilities are not counted.
+        exact_allowed: see `row_params.exact_allowed`, likewise; 0 where it may get any token.
         per_unit: see `RowParams.per_unit`.
         allowed_words: which tokens it may get, whatever the grammar says; None: all. int32
             [mask_words(vocab)].
-        summary_scale: what the model should tell of its logits; see `drawing.summary_scale`.
+        summary_scale: what the model should tell of its logits; see `row_params.summary_scale`.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
         repetition: how its output repeats itself; None: nobody looks.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import Guess, StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.adapters.slots import Failed, SlotTurns
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.fallback import Loss, Standby, describe
 from onnxport.serving.linear_attention import most_kept, rows_for
 from onnxport.serving.offload import Offloader
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import native_sampler
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import StepPlan
 from onnxport.serving.waiting import NO_BARS
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from onnxport.providers.memory import physical_cores
 from onnxport.serving import numpy_sampler
-from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import Floats
 from onnxport.serving.native.library import find_library
 from onnxport.serving.native.sampler import NativeSampler
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampled import RowLogprobs, Sampled
 
 __all__ = [

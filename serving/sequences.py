@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.beams import BeamGroup
 from onnxport.serving.deadlines import Deadlines
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.growth import Growth, ending, grow, progress
 from onnxport.serving.guesses import Guessing
 from onnxport.serving.outputs import Failure, FinishReason
 from onnxport.serving.request import Request
 from onnxport.serving.sampling import NOT_FINITE_STATES, Drawn, with_siblings
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import StepPlan
 from onnxport.serving.tally import Tally
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from itertools import count
 
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Shares
+from onnxport.serving.step_plan import StepPlan
 
 
 class Tenants:
@@ -46,7 +46,16 @@ class Tenants:
         return options.tenant if self._policy == "fair" else ""
 
     def room(self, tenant: str, limit: int, coming: Mapping[str, int]) -> int:
-        """How many more requests a tenant may queue; see `Scheduler.queue_room`."""
+        """How many more requests `tenant` may queue when at most `limit` may wait in all.
+
+        Under "fair" there is always room for one more tenant: with k of them unfinished, each may
+        fill a part in k + 1 of the queue. Reading it from another thread is harmless.
+
+        Args:
+            tenant: whose requests.
+            limit: how many may wait, everybody's.
+            coming: of each tenant, how many more were taken that the scheduler was not given yet.
+        """
         room = limit - self.num_queued - sum(coming.values())
         if self._policy != "fair":
             return room

@@ -18,39 +18,27 @@ from onnxport.errors import DeviceLostError, OnnxportError, RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.calls import Call, in_a_thread
-from onnxport.serving.classifying import Classifier
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.growth import Growth
-from onnxport.serving.outputs import CompletionDelta, Failure
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.pooling import Embedder, PoolingParams
 from onnxport.serving.publisher import Publisher
 from onnxport.serving.request import Request
 from onnxport.serving.stats import EngineStats, ended
+from onnxport.serving.streams import Stream, Streams, fail
 from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
+from onnxport.serving.worker_pooling import AsyncPoolingMethods
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-class _Stream:
-    """The deltas of one request, on their way from the engine's thread to an event loop."""
-
-    __slots__ = ("loop", "queue", "request_id", "unfinished")
-
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id = request.request_id
-        self.unfinished = set(range(request.params.num_sequences))  # its completions
-        self.loop = loop
-        self.queue: asyncio.Queue[CompletionDelta | OnnxportError] = asyncio.Queue()
-
-
-class AsyncEngine:
+class AsyncEngine(AsyncPoolingMethods):
     """Runs an engine in a thread of its own and streams its deltas.
 
     The thread is the only one to touch the engine. It sleeps on a condition while there is
@@ -65,7 +53,7 @@ class AsyncEngine:
         # All below is guarded by _wakeup.
         self._commands: list[Callable[[], None]] = []
         self._calls: set[Call[Any]] = set()  # what `_between_steps` waits for
-        self._streams: dict[str, _Stream] = {}
+        self._streams = Streams(self._wakeup)
         self._accepting = True
         self._stopping = False
         self._failure: BaseException | None = None
@@ -245,74 +233,8 @@ class AsyncEngine:
             OnnxportError: the engine is closed or has failed.
         """
         request_id = request_id or f"req-{uuid.uuid4().hex}"
-        with self._wakeup:
-            self._check_open(request_id, options)
+        self._check_open(request_id, options)
         return self._stream(self._engine.prepare(request_id, prompt, params, options, grammar))
-
-    def embed(
-        self,
-        prompt: str | Sequence[int],
-        params: PoolingParams | None = None,
-        request_id: str | None = None,
-        options: RequestOptions | None = None,
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        """Check a prompt that is to be embedded now; return a generator of its one delta.
-
-        It is queued, aborted and refused as with `stream`.
-
-        Args:
-            prompt: text or token ids.
-            params: how to embed; None for the defaults.
-            request_id: names the request; None makes a unique name.
-            options: how to treat it; None for the defaults.
-
-        Raises:
-            RequestError: the engine embeds nothing, or as `stream`.
-            CapacityError, OverloadedError, DeviceLostError, OnnxportError: as `stream`.
-        """
-        request_id = request_id or f"embd-{uuid.uuid4().hex}"
-        with self._wakeup:
-            self._check_open(request_id, options)
-        return self._stream(self._engine.prepare_embedding(request_id, prompt, params, options))
-
-    @property
-    def embedder(self) -> Embedder | None:
-        """How prompts are embedded; None: none are."""
-        return self._engine.embedder
-
-    def classify(
-        self,
-        prompt: str | Sequence[int],
-        request_id: str | None = None,
-        options: RequestOptions | None = None,
-        *,
-        activated: bool = True,
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        """Check a prompt that is to be classified now; return a generator of its one delta.
-
-        It is queued, aborted and refused as with `stream`.
-
-        Args:
-            prompt: text or token ids.
-            request_id: names the request; None makes a unique name.
-            options: how to treat it; None for the defaults.
-            activated: whether its numbers are probabilities, and not what the score head gives.
-
-        Raises:
-            RequestError: the model has no score head, or as `stream`.
-            CapacityError, OverloadedError, DeviceLostError, OnnxportError: as `stream`.
-        """
-        request_id = request_id or f"classify-{uuid.uuid4().hex}"
-        with self._wakeup:
-            self._check_open(request_id, options)
-        return self._stream(
-            self._engine.prepare_classification(request_id, prompt, options, activated=activated)
-        )
-
-    @property
-    def classifier(self) -> Classifier | None:
-        """How prompts are classified; None: none are."""
-        return self._engine.classifier
 
     async def close(self, *, drain: bool = False) -> None:
         """Refuse new requests, end the others, and free the model. Idempotent.
@@ -340,11 +262,12 @@ class AsyncEngine:
         await self.close()
 
     def _check_open(self, request_id: str, options: RequestOptions | None) -> None:
-        self._check_running()
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        if self._engine.queue_room(options, self._coming) < 1:
-            raise self._engine.overload(self._coming.total())
+        with self._wakeup:
+            self._check_running()
+            if request_id in self._streams:
+                raise RequestError(f"request id {request_id!r} is in use", "request_id")
+            if self._engine.queue_room(options, self._coming) < 1:
+                raise self._engine.overload(self._coming.total())
 
     def _check_running(self) -> None:
         if self._failure is not None:
@@ -369,10 +292,10 @@ class AsyncEngine:
                 self._calls.discard(call)
 
     async def _stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
-        stream = _Stream(request, asyncio.get_running_loop())
+        stream = Stream(request, asyncio.get_running_loop())
         with self._wakeup:
             self._check_open(request.request_id, request.options)
-            self._streams[request.request_id] = stream
+            self._streams.add(stream)
             self._commands.append(lambda: self._submit(request, stream))
             self._coming[self._engine.tenant_of(request.options)] += 1
             self._wakeup.notify()
@@ -417,7 +340,7 @@ class AsyncEngine:
             command()
         return self._engine.has_work or not self._stopping or bool(self._commands)
 
-    def _submit(self, request: Request, stream: _Stream) -> None:
+    def _submit(self, request: Request, stream: Stream) -> None:
         """Give the engine a request; it may have come to refuse it since that was looked at."""
         tenant = self._engine.tenant_of(request.options)
         with self._wakeup:
@@ -427,19 +350,17 @@ class AsyncEngine:
         try:
             self._engine.submit(request)
         except OnnxportError as error:
-            with self._wakeup:
-                del self._streams[stream.request_id]
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                stream.loop.call_soon_threadsafe(stream.queue.put_nowait, error)
+            self._streams.drop(stream)
+            stream.put(error)
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: Stream) -> None:
         self._publisher.flush()
-        if self._streams.get(stream.request_id) is stream:  # else it has ended already
+        if self._streams.holds(stream):  # else it has ended already
             self._send(self._engine.abort(stream.request_id))
             self._stats = self._engine.stats()
 
     def _abort_all(self) -> None:
-        for stream in list(self._streams.values()):
+        for stream in self._streams.unfinished():
             self._abort(stream)
 
     def _publish(self, growths: list[Growth]) -> None:
@@ -447,24 +368,11 @@ class AsyncEngine:
         self._send(self._engine.deltas(growths))
 
     def _send(self, deltas: list[CompletionDelta]) -> None:
-        """Hand the deltas to their loops, one call a loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, CompletionDelta]]] = {}
-        with self._wakeup:
-            for delta in deltas:
-                stream = self._streams[delta.request_id]
-                by_loop.setdefault(stream.loop, []).append((stream, delta))
-                if delta.finish_reason is not None:
-                    stream.unfinished.remove(delta.index)
-                    if not stream.unfinished:
-                        del self._streams[delta.request_id]
-        for loop, entries in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put, entries)
-            except RuntimeError:  # the loop is closed: nobody listens any more
-                for stream in {stream for stream, _ in entries if stream.unfinished}:
-                    self._abandon(stream)
+        """Hand the deltas to their loops; a request whose loop is closed is ended."""
+        for stream in self._streams.send(deltas):
+            self._abandon(stream)
 
-    def _abandon(self, stream: _Stream) -> None:
+    def _abandon(self, stream: Stream) -> None:
         """Have a request ended whose event loop is gone."""
         with self._wakeup:
             self._commands.append(lambda: self._abort(stream))
@@ -474,26 +382,11 @@ class AsyncEngine:
         """End every stream with an error; the engine is not to be used again."""
         with self._wakeup:
             self._failure = error
-            streams, self._streams = list(self._streams.values()), {}
+            streams = self._streams.clear()
             calls = list(self._calls)
         self._stats = ended(self._stats, sum(len(stream.unfinished) for stream in streams))
         message = f"the engine failed: {type(error).__name__}: {error}"
         for call in calls:
             with contextlib.suppress(InvalidStateError):  # it is done, or nobody waits any more
                 call.set_exception(OnnxportError(message))
-        failure = Failure(message)
-        for stream in streams:
-            name = stream.request_id
-            last = [
-                (stream, CompletionDelta(name, index, "", (), None, "error", failure=failure))
-                for index in sorted(stream.unfinished)
-            ]
-            try:
-                stream.loop.call_soon_threadsafe(_put, last)
-            except RuntimeError:
-                logger.info("nobody listens to %s any more", stream.request_id)
-
-
-def _put(entries: list[tuple[_Stream, CompletionDelta]]) -> None:
-    for stream, delta in entries:
-        stream.queue.put_nowait(delta)
+        fail(streams, message)

@@ -19,7 +19,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
-from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
+from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu.cache_pages import CachePages
 from onnxport.providers.cpu.caches import (
@@ -39,6 +39,7 @@ from onnxport.providers.cpu.choices import (
 from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
 from onnxport.providers.cpu.state_pools import allocate_states
+from onnxport.providers.features import Features
 from onnxport.providers.hidden_states import check_hidden_layers, final_features
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.latents import refuse_latent_adapters

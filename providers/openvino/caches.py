@@ -26,7 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
-from onnxport.providers.blocks import CacheCodec, CacheLayout, CodedBlocks, HostBlocks
+from onnxport.providers.blocks import (
+    CacheCodec,
+    CacheLayout,
+    CodedBlocks,
+    HostBlocks,
+    heads_in_turn,
+)
 from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.transfers import Blocks
 
@@ -114,13 +120,7 @@ def allocate(form: CacheFormat, num_layers: int, num_blocks: int) -> tuple[list[
     kv_heads, block_size, head_size = form.key_shape
     declared = (num_blocks, block_size, kv_heads, head_size)
     caches = [(key.reshape(declared), value.reshape(declared)) for key, value in pairs]
-    return pairs, HostBlocks(caches, CacheLayout(_by_head, _by_head))
-
-
-def _by_head(cache: NDArray[np.generic]) -> NDArray[np.generic]:
-    """A block holds its heads in turn."""
-    num_blocks, block_size, kv_heads, head_size = cache.shape
-    return cache.reshape(num_blocks, kv_heads, block_size, head_size)
+    return pairs, HostBlocks(caches, CacheLayout(heads_in_turn, heads_in_turn))
 
 
 def quantized_blocks(pairs: Sequence[CachePair], block_size: int) -> CodedBlocks:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from onnxport.errors import OptionError, ProviderError
 from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.providers import memory
-from onnxport.providers.base import Features, LoadOptions
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.features import Features
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.openvino.caches import CacheFormat, allocate
 from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, QUANTIZATION_GROUP, Build, Room

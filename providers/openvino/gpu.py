@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from onnxport.errors import OptionError, ProviderError
 from onnxport.providers import memory
-from onnxport.providers.base import Features, LoadOptions
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.features import Features
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, QUANTIZATION_GROUP, Build, Room
 from onnxport.providers.openvino.tensors import TensorBlocks, TensorPair, allocate_remote

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from onnxport.providers.base import Features, LoadOptions
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.features import Features
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.tensors import TensorPair
 from onnxport.providers.transfers import Blocks

@@ -17,25 +17,24 @@ from onnxport.errors import OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes import lora as lora_passes
-from onnxport.graphs.passes.flat_paged import has_sinks
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.split_experts import MOE, QMOE
+from onnxport.graphs.passes.split_experts import QMOE
 from onnxport.providers import memory
-from onnxport.providers.base import (
-    Capabilities,
-    Device,
-    DeviceKind,
-    KVFormat,
-    LoadOptions,
-    Probe,
-)
+from onnxport.providers.base import Capabilities, Device, DeviceKind, KVFormat, LoadOptions, Probe
 from onnxport.providers.failures import device_error
 from onnxport.providers.hidden_states import refuse_hidden_states
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.latents import refuse_latents
 from onnxport.providers.mixed_layers import refuse_mixed_adapters, refuse_mixed_layers
 from onnxport.providers.openvino.caches import CacheFormat
+from onnxport.providers.openvino.checks import (
+    check_attention,
+    check_experts,
+    check_precision,
+    check_sinks,
+    check_trust,
+)
 from onnxport.providers.openvino.compiled import placement, precision
 from onnxport.providers.openvino.convert import (
     RELEASE,
@@ -46,14 +45,12 @@ from onnxport.providers.openvino.convert import (
 )
 from onnxport.providers.openvino.core import import_openvino, new_core
 from onnxport.providers.openvino.cpu import CACHES, LEVEL_DTYPES, CpuPlugin
-from onnxport.providers.openvino.experts import PRODUCTS, count_gathers
 from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
 from onnxport.providers.openvino.layer_caches import allocate, check_caches, row_bytes
 from onnxport.providers.openvino.lora import OpenVinoLora
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
-from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.openvino.states import RowStates
 from onnxport.providers.pool import PoolPlan, check_weights, converted_bytes, plan_pool
 from onnxport.providers.states import plan_memory, refuse_states
@@ -130,7 +127,7 @@ class OpenVinoProvider:
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
         if plugin.device != "CPU":
             refuse_mixed_layers(artifact, f"openvino on a {plugin.device}")
-        _check_attention(options)
+        check_attention(options)
         plugin.check(options)
         spec = artifact.manifest.model
         if spec.linear is not None:
@@ -143,10 +140,10 @@ class OpenVinoProvider:
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
-        _check_sinks(model, plugin)
+        check_sinks(model, plugin)
         level = _accuracy_level(model, options.matmul_accuracy_level)
         builds = plugin.builds(core, options, level)
-        _check_trust(core, plugin, builds[-1])
+        check_trust(core, plugin, builds[-1])
         attached = {name: value for step in lowered for name, value in step.attached.items()}
         weights = collect_weights(artifact, model, attached)
         weight_bytes = sum(value.nbytes for value in weights.values())
@@ -164,8 +161,8 @@ class OpenVinoProvider:
             for variant, one in zip(variants, converted, strict=True)
             for build in builds
         ]
-        _check_precision(graphs[-1].compiled, plugin, options)
-        _check_experts(model, graphs)
+        check_precision(graphs[-1].compiled, plugin, options)
+        check_experts(model, graphs)
         forms = check_caches(graphs, plugin, spec, options)
         form = forms[0]
         token_bytes = form.layer_bytes / form.block_size
@@ -330,58 +327,6 @@ def _device(core: Any, name: str) -> Device:
         logger.warning("OpenVINO lists %s, which does not say what it is: %s", name, error)
         full_name = "does not say what it is"
     return Device(f"{name}: {full_name}", total, kind)
-
-
-def _check_attention(options: LoadOptions) -> None:
-    if options.attention not in (None, "native"):
-        raise ProviderError(
-            f"the openvino provider has no {options.attention!r} attention; it runs OpenVINO's "
-            "own, ask for native or leave it out"
-        )
-
-
-def _check_sinks(model: onnx.ModelProto, plugin: Plugin) -> None:
-    """Refuse attention sinks on a device where nobody saw them, for `_check_trust` tries none."""
-    if has_sinks(model) and not plugin.proven:
-        raise ProviderError(
-            f"the heads of this model have attention sinks, which were never tried on OpenVINO's "
-            f"{plugin.device}; use openvino on the processor, or another provider"
-        )
-
-
-def _check_trust(core: Any, plugin: Plugin, build: Build) -> None:
-    """Refuse a device that gives wrong answers, where nobody saw it give the right ones."""
-    if not plugin.proven and (reason := distrust(core, plugin, build.config)):
-        raise ProviderError(
-            f"{plugin.device} is not to be trusted: {reason}. Update its driver, or use "
-            "another provider"
-        )
-
-
-def _check_precision(compiled: Any, plugin: Plugin, options: LoadOptions) -> None:
-    """Refuse another type than the one that was asked for, and one that does not work."""
-    found = precision(compiled)
-    if options.dtype not in ("auto", found):
-        raise ProviderError(
-            f"dtype is {options.dtype!r}, but on this device OpenVINO made a graph in {found}; "
-            "ask for that, or for auto"
-        )
-    if found in plugin.wrong:
-        raise ProviderError(
-            f"dtype is {options.dtype!r}, and OpenVINO made a graph in {found}; "
-            f"{plugin.wrong[found]}"
-        )
-
-
-def _check_experts(model: onnx.ModelProto, graphs: Sequence[Graph]) -> None:
-    """Say so where the plugin did not know the pattern of experts that `lower` kept for it."""
-    kept = sum(node.op_type in (MOE, QMOE) for node in model.graph.node)
-    if any(count_gathers(graph.compiled) < PRODUCTS * kept for graph in graphs):
-        logger.warning(
-            "OpenVINO did not recognize all of %d layers of experts, and computes every expert for "
-            "each token there; results are the same, after several times the work",
-            kept,
-        )
 
 
 def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:

@@ -15,16 +15,9 @@ from onnxport.serving.http import sse
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.chat_turn import Turn
 from onnxport.serving.http.controls import controlled
-from onnxport.serving.http.generation import (
-    Collected,
-    Header,
-    Run,
-    collect,
-    generate,
-    token_logprobs,
-    unless_disconnected,
-)
+from onnxport.serving.http.generation import collect, generate, unless_disconnected
 from onnxport.serving.http.intervals import spaced
+from onnxport.serving.http.job import Collected, Header, Run, token_logprobs
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.request_ids import take_id

@@ -16,8 +16,8 @@ from onnxport.serving.http import sse
 from onnxport.serving.http.adapters import scales_of
 from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
-from onnxport.serving.http.generation import Job
 from onnxport.serving.http.intervals import spaced
+from onnxport.serving.http.job import Job
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import Thinking
 from onnxport.serving.http.request_ids import unique

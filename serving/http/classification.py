@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from onnxport.errors import RequestError
 from onnxport.serving.classifying import NO_CLASSES, Classifier
 from onnxport.serving.http import pooled
-from onnxport.serving.http.generation import Header, unless_disconnected
+from onnxport.serving.http.generation import unless_disconnected
+from onnxport.serving.http.job import Header
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.pooled import JSON, Pooled, as_base64, numbers
 from onnxport.serving.http.request_ids import take_id

@@ -15,19 +15,10 @@ from fastapi.responses import JSONResponse, Response
 from onnxport.serving.http import sse
 from onnxport.serving.http.adapters import scales_of
 from onnxport.serving.http.completion_request import CompletionRequest
-from onnxport.serving.http.generation import (
-    Collected,
-    Header,
-    Job,
-    Usage,
-    check_number,
-    collect,
-    generate,
-    token_logprobs,
-    unless_disconnected,
-)
+from onnxport.serving.http.generation import check_number, collect, generate, unless_disconnected
 from onnxport.serving.http.infill import filling
 from onnxport.serving.http.intervals import spaced
+from onnxport.serving.http.job import Collected, Header, Job, Usage, token_logprobs
 from onnxport.serving.http.logprobs import (
     CompletionLogprobs,
     extend,

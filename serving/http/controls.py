@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import FastAPI, Request
 from pydantic import Field
 
-from onnxport.serving.http.generation import Job
+from onnxport.serving.http.job import Job
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.strict import Strict

@@ -12,7 +12,8 @@ from fastapi.responses import Response
 from onnxport.errors import RequestError
 from onnxport.serving.http import pooled
 from onnxport.serving.http.embedding_request import EmbeddingRequest, LlamaEmbeddingRequest
-from onnxport.serving.http.generation import Header, check_number, unless_disconnected
+from onnxport.serving.http.generation import check_number, unless_disconnected
+from onnxport.serving.http.job import Header
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.pooled import JSON, as_base64, numbers
 from onnxport.serving.http.prompts import each_of

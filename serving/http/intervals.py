@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from onnxport.serving.http.generation import Job, generate
+from onnxport.serving.http.generation import generate
+from onnxport.serving.http.job import Job
 from onnxport.serving.http.service import Engine
 from onnxport.serving.outputs import CompletionDelta
 

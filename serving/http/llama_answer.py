@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.generation import Job, Usage
+from onnxport.serving.http.job import Job, Usage
 from onnxport.serving.http.llama_prompts import Prompted
 from onnxport.serving.http.llama_request import LlamaBody
 from onnxport.serving.http.llama_settings import choose, generation_settings

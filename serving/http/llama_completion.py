@@ -19,15 +19,9 @@ from pydantic import PlainValidator
 from onnxport.serving.http import sse
 from onnxport.serving.http.adapters import scales_of
 from onnxport.serving.http.completion_request import CompletionRequest
-from onnxport.serving.http.generation import (
-    Collected,
-    Job,
-    check_number,
-    generate,
-    token_logprobs,
-    unless_disconnected,
-)
+from onnxport.serving.http.generation import check_number, generate, unless_disconnected
 from onnxport.serving.http.intervals import spaced
+from onnxport.serving.http.job import Collected, Job, token_logprobs
 from onnxport.serving.http.llama_answer import Answer, settings_told
 from onnxport.serving.http.llama_prompts import Mixed, Prompted, encoded, prompts
 from onnxport.serving.http.llama_request import LlamaBody

@@ -11,7 +11,8 @@ from pydantic import Field
 from onnxport.errors import RequestError
 from onnxport.serving.http.forms import FormFields
 from onnxport.serving.http.strict import Strict
-from onnxport.serving.params import MAX_SCALE, SamplingParams
+from onnxport.serving.param_ranges import MAX_SCALE
+from onnxport.serving.params import SamplingParams
 
 SAMPLED: Final = (  # what the engine has by the same names
     *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),

@@ -13,7 +13,7 @@ from onnxport.serving.http.fields import are_ids
 from onnxport.serving.http.generation_fields import MOST_BIASES
 from onnxport.serving.http.prompts import text_of
 from onnxport.serving.http.service import Service, Tokenizer
-from onnxport.serving.params import MAX_BIAS
+from onnxport.serving.param_ranges import MAX_BIAS
 
 MOST_PROMPTS = 1 << 16  # of a list; fewer may wait
 MOST_BIAS_TEXTS = 512  # whose tokens get a bias

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
-from onnxport.serving.http.generation import Job, Run, Usage
+from onnxport.serving.http.job import Job, Run, Usage
 from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.http.tool_formats.base import Functions
 from onnxport.serving.http.tool_formats.cursor import hidden_places, longest_partial, without

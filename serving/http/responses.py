@@ -15,7 +15,8 @@ from onnxport.serving.channels import BREAK
 from onnxport.serving.http import sse, tokens
 from onnxport.serving.http.chat_turn import Turn, events_of
 from onnxport.serving.http.errors import ApiError
-from onnxport.serving.http.generation import token_logprobs, unless_disconnected
+from onnxport.serving.http.generation import unless_disconnected
+from onnxport.serving.http.job import token_logprobs
 from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.placed_logprobs import PlacedLogprobs, Token
 from onnxport.serving.http.reasoning import DeltaSplitter

@@ -12,7 +12,8 @@ from fastapi.responses import Response
 
 from onnxport.serving.classifying import ranked
 from onnxport.serving.http import pooled
-from onnxport.serving.http.generation import Header, check_number, unless_disconnected
+from onnxport.serving.http.generation import check_number, unless_disconnected
+from onnxport.serving.http.job import Header
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.pooled import JSON, Pooled
 from onnxport.serving.http.request_ids import take_id

@@ -11,7 +11,6 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,39 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs.contract import NO_SUMMARY, NO_SUMS, summary_floats
-from onnxport.serving.drawing import Adapting, RowParams, Thinning
-from onnxport.serving.edits import Addresses, Floats, RowEdits
+from onnxport.serving.edits import Floats
+from onnxport.serving.native.asking import Asked, ask, ask_about, ask_likeliest
 from onnxport.serving.native.library import (
     BAD_TOKEN,
-    CHANGES,
-    CHOICE,
     DRAWN,
     NOT_FINITE,
     OUT_OF_MEMORY,
     REQUEST_SIZE,
     RESULTS,
-    STEP,
     Batch,
     load_library,
 )
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampled import RowLogprobs, Sampled
 
 LOGITS_PER_THREAD = 1 << 18  # to wake a thread for fewer costs more than it saves
 
 
 _Result = tuple[int, int, float, float, int]  # token, rank, logprob, surprise, status
-
-
-class _Asked(NamedTuple):
-    """What the rows ask for; made of bytes, as most of them are there already in every step.
-
-    Arrays of NumPy would do, but the model drives all code out of the caches between two steps, and
-    a dozen of NumPy's functions take longer to come back than 32 rows take here.
-    """
-
-    requests: array[int]  # bytes, REQUEST_SIZE a row
-    ends: list[int]  # of the likeliest tokens that each row asks for, one row behind the other
-    kept: list[NDArray[Any]]  # what the requests point to
 
 
 class _Call(NamedTuple):
@@ -62,7 +47,7 @@ class _Call(NamedTuple):
 
     batch: Batch
     threads: int
-    asked: _Asked
+    asked: Asked
     top_ids: array[int]
     top_logprobs: array[float]
 
@@ -93,12 +78,6 @@ class _Greedy(threading.local):
 
 def _no_array() -> None:
     return None
-
-
-_NO_CHANGES = bytes(CHANGES.size)
-_UNTHINNED = Thinning()
-_UNMOVED = Adapting()
-_FIXED, _DYNAMIC, _NEAR, _DYNAMIC_NEAR = 0, 3, 4, 5  # csrc/request.h; 1 and 2 are Mirostat's
 
 
 class NativeSampler:
@@ -141,7 +120,7 @@ class NativeSampler:
         kept, call = self._greedy, self._greedy.call
         if call is None or not kept.fits(logits, summaries, allowed):
             logits = _rows_of_floats(logits)
-            call = self._call(logits, _ask_likeliest(logits, allowed), summaries)
+            call = self._call(logits, ask_likeliest(logits, allowed), summaries)
             kept.keep(call, logits, summaries, allowed)
         results, invalid = self._run(call)
         tokens = [one[0] for one in results]
@@ -153,7 +132,7 @@ class NativeSampler:
         self, logits: Floats, rows: Sequence[RowParams], summaries: Floats | None = None
     ) -> Sampled:
         """See `sampler.sample`."""
-        asked = _ask(rows, logits.shape[1])
+        asked = ask(rows, logits.shape[1])
         if not logits.flags.writeable and any(row.edits is not None for row in rows):
             logits = logits.copy()
         logits = _rows_of_floats(logits)
@@ -175,7 +154,7 @@ class NativeSampler:
         self, logits: Floats, token_ids: Sequence[int], counts: Sequence[int]
     ) -> list[RowLogprobs]:
         """See `sampler.logprobs`."""
-        asked = _ask_about(token_ids, counts, logits.shape[1])
+        asked = ask_about(token_ids, counts, logits.shape[1])
         logits = _rows_of_floats(logits)
         call = self._call(logits, asked)
         results, invalid = self._run(call)
@@ -203,7 +182,7 @@ class NativeSampler:
             )
         return told
 
-    def _call(self, logits: Floats, asked: _Asked, summaries: Floats | None = None) -> _Call:
+    def _call(self, logits: Floats, asked: Asked, summaries: Floats | None = None) -> _Call:
         """Return a call for all rows of logits, which must outlive it, as must the summaries."""
         num_rows, vocab = logits.shape
         assert len(asked.requests) == num_rows * REQUEST_SIZE
@@ -254,136 +233,6 @@ def _rows_of_floats(logits: Floats) -> Floats:
     if logits.dtype != np.float32 or logits.strides[1] != 4 or logits.strides[0] % 4:
         return np.ascontiguousarray(logits, np.float32)
     return logits
-
-
-def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
-    """Return what rows ask for that are to be drawn."""
-    kept: list[NDArray[Any]] = []
-    parts: list[bytes] = []
-    ends: list[int] = []
-    end = 0
-    for row in rows:
-        assert row.infill is None  # see `infill_sampler.filled`
-        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, _, moves, _, aim = row
-        mu = 0.0
-        if moves is not None:  # of which mu is another one each time
-            mu, moves = moves.mu, moves._replace(mu=0.0)
-        kind = _kind(moves)
-        if aim is not None:
-            assert kind in (_FIXED, _DYNAMIC)  # Mirostat comes in place of all else
-            mu, kind = aim, _NEAR if kind == _FIXED else _DYNAMIC_NEAR
-        choice = (temperature, top_k, top_p, num_logprobs, min_p, row.thinning, moves, kind)
-        parts.append(_choice(*choice, vocab))
-        parts.append(_NO_CHANGES if edits is None else _changes(edits, kept))
-        at = 0 if mask is None else _pointer(_checked_mask(mask, vocab), np.uint32, kept)
-        parts.append(STEP.pack(at, uniform, mu, 0, end, 0, 0.0, 0.0, DRAWN))
-        if num_logprobs:
-            end += min(num_logprobs, vocab)
-        ends.append(end)
-    return _Asked(array("b", b"".join(parts)), ends, kept)
-
-
-def _ask_likeliest(logits: Floats, allowed: NDArray[np.int32] | None) -> _Asked:
-    """Return what rows ask for of which nothing but the likeliest token is wanted."""
-    num_rows, vocab = logits.shape
-    if allowed is not None:
-        masks = allowed.view(np.uint32)
-        assert len(masks) == num_rows
-        return _ask([RowParams(mask=mask) for mask in masks], vocab)
-    return _Asked(array("b", _likeliest(vocab) * num_rows), [0] * num_rows, [])
-
-
-@lru_cache(maxsize=16)
-def _likeliest(vocab: int) -> bytes:
-    """Return what one such row asks for."""
-    return _ask([RowParams()], vocab).requests.tobytes()
-
-
-def _ask_about(token_ids: Sequence[int], counts: Sequence[int], vocab: int) -> _Asked:
-    """Return what rows ask for whose tokens are known."""
-    parts: list[bytes] = []
-    ends: list[int] = []
-    end = 0
-    for token_id, count in zip(token_ids, counts, strict=True):
-        num_top = min(count, vocab)
-        parts.append(
-            CHOICE.pack(*(0.0, 0.0, 1.0, *_UNTHINNED, 0.0, 1.0, 0, num_top, 0, 0, 1, 1, 0, _FIXED))
-        )
-        parts.append(_NO_CHANGES)
-        parts.append(STEP.pack(0, 0.0, 0.0, token_id, end, 0, 0.0, 0.0, DRAWN))
-        end += num_top
-        ends.append(end)
-    return _Asked(array("b", b"".join(parts)), ends, [])
-
-
-def _kind(adapting: Adapting | None) -> int:
-    """Return what of a row's sampling depends on all of its logits, as the library numbers it."""
-    return _FIXED if adapting is None else adapting.mirostat or _DYNAMIC
-
-
-@lru_cache(maxsize=4096)
-def _choice(
-    temperature: float,
-    top_k: int | None,
-    top_p: float,
-    num_logprobs: int | None,
-    min_p: float,
-    thinning: Thinning | None,
-    adapting: Adapting | None,
-    kind: int,
-    vocab: int,
-) -> bytes:
-    """Return what stays the same from step to step, a CHOICE."""
-    least_temperature, exponent, _, _ = adapting or _UNMOVED
-    return CHOICE.pack(
-        temperature,
-        min_p,
-        top_p,
-        *(thinning or _UNTHINNED),
-        least_temperature,
-        exponent,
-        0 if top_k is None else min(top_k, vocab),
-        0 if num_logprobs is None else min(num_logprobs, vocab),
-        RowParams(temperature, top_k).greedy,
-        top_k is not None,
-        False,
-        num_logprobs is not None,
-        thinning is not None,
-        kind,
-    )
-
-
-def _changes(edits: RowEdits, kept: list[NDArray[Any]]) -> bytes:
-    """Return what changes in the logits of a row, a CHANGES."""
-    bias_ids, bias, banned, seen, counts, repetition, presence, frequency, allowed, at = edits
-    assert len(bias_ids) == len(bias)
-    assert len(seen) == len(counts)
-    if at is None:
-        at = Addresses(
-            _pointer(bias_ids, np.int64, kept),
-            _pointer(bias, np.float32, kept),
-            _pointer(banned, np.int64, kept),
-            _pointer(seen, np.int64, kept),
-            _pointer(counts, np.float32, kept),
-            0 if allowed is None else _pointer(allowed, np.int64, kept),
-        )
-    num_allowed = 0 if allowed is None else len(allowed)
-    sizes = (len(bias_ids), len(banned), len(seen), num_allowed)
-    return CHANGES.pack(*at, *sizes, repetition, presence, frequency, 0.0)
-
-
-def _pointer(array: NDArray[Any], dtype: type, kept: list[NDArray[Any]]) -> int:
-    """Return the address of an array, contiguous and of that type, which is kept alive."""
-    array = np.ascontiguousarray(array, dtype)
-    kept.append(array)
-    return array.ctypes.data
-
-
-def _checked_mask(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.uint32]:
-    """Return a mask; raises ValueError if it is too short for the vocabulary."""
-    if len(mask) * 32 < vocab:
-        raise ValueError(f"a mask has {len(mask)} words; {vocab} tokens need {-(-vocab // 32)}")
-    return mask
 
 
 def _checked_summaries(summaries: Floats, logits: Floats) -> Floats:

@@ -16,8 +16,8 @@ from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import BlockTable, blocks_for, release_tail
 from onnxport.providers.base import Model, StepInputs
 from onnxport.serving import numpy_sampler
-from onnxport.serving.drawing import RowParams
 from onnxport.serving.request import Request
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampler import Sampled, sample, uniform
 from onnxport.serving.sampling import Position, row_params
 from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance, room

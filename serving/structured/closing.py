@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from onnxport.serving.structured.meeting import MOST_TRIED, may_fit
-from onnxport.serving.structured.schema import by_pointer, escaped, inner_schemas
+from onnxport.serving.structured.pointers import by_pointer, escaped, inner_schemas
 
 _LISTED = ("properties", "patternProperties")
 _MEMBERS = (*_LISTED, "additionalProperties", "required", "minProperties", "items", "prefixItems")

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from onnxport.serving.structured.schema import by_pointer, inner_schemas, reference
+from onnxport.serving.structured.pointers import by_pointer, inner_schemas, reference
 
 Schema = Mapping[str, Any]
 Values = frozenset[Hashable]

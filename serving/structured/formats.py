@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
-from onnxport.serving.structured.schema import ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
+from onnxport.serving.structured.pointers import ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
 from onnxport.serving.structured.uri_formats import IPV6
 from onnxport.serving.structured.uri_formats import PATTERNS as URI_PATTERNS
 from onnxport.serving.structured.writable import writable

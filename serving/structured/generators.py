@@ -14,50 +14,36 @@ from typing import Any
 from urllib.parse import unquote
 
 from onnxport.serving.structured.dependents import with_alternatives
-from onnxport.serving.structured.lookahead import looks_around, without_lookahead
+from onnxport.serving.structured.keywords import (
+    is_anything,
+    may_be_text,
+    pattern_of_names,
+    with_bounds,
+    with_format,
+    with_patterns,
+    with_prefix_items,
+    without_texts_of_numbers,
+    without_unevaluated,
+)
+from onnxport.serving.structured.pointers import (
+    ONE_SCHEMA,
+    SCHEMA_LISTS,
+    SCHEMA_MAPS,
+    escaped,
+    reference,
+)
 from onnxport.serving.structured.references import MOST_STEPS, References
 from onnxport.serving.structured.schema import (
     ANNOTATIONS,
     COMPILER_OPTIONS,
     DRAFT_4,
     EXTENSION,
-    FORMATS,
-    MAX_EXACT,
     MAX_PATH,
-    ONE_SCHEMA,
-    SCHEMA_LISTS,
-    SCHEMA_MAPS,
-    TYPES,
-    UNENFORCED_FORMATS,
     check_place,
-    escaped,
-    is_number,
-    reference,
 )
 
-MOST_COUNTED = 2**31 - 1  # what the compiler counts to; no text is as long
 MOST_REFERRED = 8  # schemas, each of which refers to the next one
 MOST_WRITTEN = 1 << 18  # characters of names that are written or read for `propertyNames`
-_COUNTS = (
-    "maxItems",
-    "maxLength",
-    "maxProperties",
-    "minItems",
-    "minLength",
-    "minProperties",
-)
-_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
-_FORMATS_OF_NAMES: Mapping[str, str] = {
-    "date": (
-        "^(?:(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-"
-        "(?:02-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:0[1-9]|[12][0-9]|30)"
-        "|(?:0[13578]|1[02])-31)"
-        "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])"
-        "|(?:0[48]|[2468][048]|[13579][26])00)-02-29)$"
-    ),
-    "uuid": "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$",
-}
-_DYNAMIC = ("$dynamicRef", "$recursiveRef", "contains")
 
 
 def rewritten(schema: Any) -> tuple[Any, list[Any]]:
@@ -118,14 +104,14 @@ class _Rewriter:
         if isinstance(one.get("$ref"), str):
             one["$ref"] = self._within(one["$ref"])
             self._refs.append(one)
-        moved = _with_prefix_items(one)
-        _with_bounds(one)
-        _with_format(one)
-        _without_unevaluated(one)
+        moved = with_prefix_items(one)
+        with_bounds(one)
+        with_format(one)
+        without_unevaluated(one)
         moved |= self._with_names(one, old, new)
         with_alternatives(one)
-        _with_patterns(one)
-        if _without_texts_of_numbers(one):
+        with_patterns(one)
+        if without_texts_of_numbers(one):
             self.narrowed.append(one)
         self._with_schemas(one, old, new, depth, moved)
         return one
@@ -184,11 +170,11 @@ class _Rewriter:
             Where schemas were that are elsewhere now, both from here.
         """
         names = self._referred(one.get("propertyNames"))
-        if names is None or not self._may_write(len(names)) or not _may_be_text(names):
+        if names is None or not self._may_write(len(names)) or not may_be_text(names):
             return {}
         names = {name: value for name, value in names.items() if not self._is_silent(name, value)}
         names.pop("type", None)
-        _with_format(names)
+        with_format(names)
         if not names:
             del one["propertyNames"]
             return {}
@@ -198,7 +184,7 @@ class _Rewriter:
             if not self._may_write(len(names.get("enum", ()))):
                 return {}
             return self._with_listed(_values(names), one, old, new)
-        pattern = None if one.get("properties") else _of_names(names)
+        pattern = None if one.get("properties") else pattern_of_names(names)
         if pattern is None or not self._may_write(len(pattern)):
             return {}
         rest = one.get("additionalProperties", True)
@@ -296,16 +282,6 @@ class _Rewriter:
         return found
 
 
-def is_anything(schema: Any) -> bool:
-    """Whether a schema says nothing."""
-    return schema is True or (isinstance(schema, dict) and schema.keys() <= set(ANNOTATIONS))
-
-
-def _is_nothing(schema: Any) -> bool:
-    """Whether a schema is seen to fit no value."""
-    return schema is False or (isinstance(schema, dict) and is_anything(schema.get("not", False)))
-
-
 def _inside(one: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
     """Yield where the schemas directly inside one are: what holds each, its key, its pointer."""
     for name in ONE_SCHEMA:
@@ -333,125 +309,3 @@ def _values(names: Mapping[str, Any]) -> list[Any]:
 def _copied(value: Any) -> Any:
     """Return a list or an object of its own, of the same members."""
     return value.copy() if isinstance(value, list | dict) else value
-
-
-def _may_be_text(schema: Mapping[str, Any]) -> bool:
-    """Whether the type of a schema lets texts fit it."""
-    types = schema.get("type", "string")
-    if isinstance(types, list):  # a long one is none, and others say so
-        return "string" in types[: len(TYPES)]
-    return bool(types == "string")
-
-
-def _with_prefix_items(one: dict[str, Any]) -> dict[str, str]:
-    """Write what is at places of a list as JSON Schema 2020-12 does.
-
-    Returns:
-        Where schemas were that are elsewhere now, both from here.
-    """
-    items = one.get("items")
-    if not isinstance(items, list):
-        if "items" in one:
-            one.pop("additionalItems", None)  # which is for lists alone
-        return {}
-    if not items or "prefixItems" in one:
-        return {}
-    one["prefixItems"] = one.pop("items")
-    moved = {f"prefixItems/{index}": f"items/{index}" for index in range(len(items))}
-    if "additionalItems" in one:
-        one["items"] = one.pop("additionalItems")
-        moved["items"] = "additionalItems"
-    return moved
-
-
-def _with_bounds(one: dict[str, Any]) -> None:
-    """Write exclusive bounds as numbers, and bring those that are out of reach within it."""
-    for side, sign in (("Maximum", 1), ("Minimum", -1)):
-        bound, exclusive = side.lower(), f"exclusive{side}"
-        if one.get(exclusive) is False:
-            del one[exclusive]
-        elif one.get(exclusive) is True and is_number(one.get(bound)):
-            one[exclusive] = one.pop(bound)
-        for name in (bound, exclusive):
-            value: Any = one.get(name)
-            if is_number(value) and value * sign > MAX_EXACT:
-                one[name] = MAX_EXACT * sign
-    for name in _COUNTS:
-        value = one.get(name)
-        if isinstance(value, float) and value.is_integer():
-            one[name] = value = int(value)
-        if isinstance(value, int) and value > MOST_COUNTED and name.startswith("max"):
-            one[name] = MOST_COUNTED
-
-
-def _with_format(one: dict[str, Any]) -> None:
-    """Leave out a format that says nothing: of what is no text, or unknown to JSON Schema."""
-    name = one.get("format")
-    if not isinstance(name, str):
-        return
-    if not _may_be_text(one) or name not in (*FORMATS, *UNENFORCED_FORMATS):
-        del one["format"]
-
-
-def _without_unevaluated(one: dict[str, Any]) -> None:
-    """Say what is for all that is left with other keywords, where nothing else sees members."""
-    others = {*_IN_PLACE, *_DYNAMIC} & one.keys()
-    for name, plain in (
-        ("unevaluatedProperties", "additionalProperties"),
-        ("unevaluatedItems", "items"),
-    ):
-        if name in one and (is_anything(one[name]) or plain in one):
-            del one[name]
-        elif name in one and _is_nothing(one[name]) and not others:
-            one[plain] = one.pop(name)
-
-
-def _of_names(names: Mapping[str, Any]) -> str | None:
-    """Return the pattern of names that a schema asks for; None: it asks for more."""
-    if names.keys() == {"format"}:
-        return _FORMATS_OF_NAMES.get(names["format"])
-    if names.keys() == {"pattern"}:
-        return names["pattern"] if isinstance(names["pattern"], str) else None
-    if not names.keys() <= {"minLength", "maxLength"} or not all(map(_is_length, names.values())):
-        return None
-    return f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$"
-
-
-def _is_length(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 10**9
-
-
-def _with_patterns(one: dict[str, Any]) -> None:
-    """Write several patterns for one that looks ahead, where that can be."""
-    pattern, others = one.get("pattern"), one.get("allOf", [])
-    if not isinstance(pattern, str) or not isinstance(others, list) or not looks_around(pattern):
-        return
-    if parts := without_lookahead(pattern):
-        del one["pattern"]
-        one["allOf"] = [*others, *({"pattern": part} for part in parts)]
-
-
-def _without_texts_of_numbers(one: dict[str, Any]) -> bool:
-    """Leave numbers alone where one may be a number or its text, whose pattern is out of reach.
-
-    So is a decimal number of pydantic's written. Returns whether a text was left out.
-    """
-    among = one.get("anyOf")
-    alternatives = (
-        [each for each in among if isinstance(each, dict)] if isinstance(among, list) else []
-    )
-    if not any(each.get("type") in ("number", "integer") for each in alternatives):
-        return False
-    is_left_out = False
-    for index, each in enumerate(among or ()):
-        told = each.keys() - ANNOTATIONS if isinstance(each, dict) else set()
-        if told == {"type", "pattern"} and each["type"] == "string":
-            pattern = each["pattern"]
-            if (
-                isinstance(pattern, str)
-                and looks_around(pattern)
-                and not without_lookahead(pattern)
-            ):
-                one["anyOf"][index] = False
-                is_left_out = True
-    return is_left_out

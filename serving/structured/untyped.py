@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnxport.serving.structured.closing import parts_of, reached, turned
-from onnxport.serving.structured.schema import by_pointer
+from onnxport.serving.structured.pointers import by_pointer
 
 _KEYWORDS: Mapping[str, frozenset[str]] = {
     "object": frozenset(

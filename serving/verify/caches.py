@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import OnnxportError, OptionError
-from onnxport.providers.base import Features, LoadOptions, Model
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.features import Features
 from onnxport.serving.verify.comparison import (
     EXACT,
     Comparison,

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers.base import Capabilities, Device, Features
+from onnxport.providers.base import Capabilities, Device
+from onnxport.providers.features import Features
 from onnxport.serving.verify.caches import CacheReport
 from onnxport.serving.verify.comparison import Comparison, Tolerance
 from onnxport.serving.verify.machine import Machine

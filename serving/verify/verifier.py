@@ -14,7 +14,8 @@ import numpy as np
 from onnxport.errors import OnnxportError
 from onnxport.graphs.artifact import Artifact
 from onnxport.kv.states import SLOTS_PER_SEQUENCE
-from onnxport.providers.base import Capabilities, Features, LoadOptions, Model, Provider
+from onnxport.providers.base import Capabilities, LoadOptions, Model, Provider
+from onnxport.providers.features import Features
 from onnxport.providers.registry import get_provider
 from onnxport.serving.verify.caches import CacheReport, compare_caches
 from onnxport.serving.verify.comparison import (

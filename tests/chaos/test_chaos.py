@@ -183,7 +183,7 @@ def test_thousands_of_steps_of_faults(
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert not list(engine._sequences)
-    assert not engine._scheduler._swapped
+    assert not engine._scheduler._held._swapped
     assert not engine._scheduler._tenants
     watch.check_all_ended()
     assert reasons.keys() == found.keys() == watch.events.keys()

@@ -14,15 +14,12 @@ import pytest
 
 from onnxport.cli import build_parser, cache, main
 from onnxport.cli.application import check_infill, model_names
-from onnxport.cli.arguments import (
-    ENGINE_OPTIONS,
-    engine_config,
-    load_options,
-    structured_outputs,
-)
+from onnxport.cli.arguments import load_options
+from onnxport.cli.engine_arguments import ENGINE_OPTIONS, engine_config
 from onnxport.cli.export import export_options
 from onnxport.cli.generate import prompts_of
 from onnxport.cli.sampling import sampling_params
+from onnxport.cli.structure_arguments import structured_outputs
 from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, ExportError, RequestError
 from onnxport.exporter.options import ExportOptions

@@ -12,7 +12,8 @@ import pytest
 from onnxport.cli import main
 from onnxport.errors import ArtifactError, CapacityError, ProviderError
 from onnxport.providers import ort_devices, registry
-from onnxport.providers.base import Device, Features, LoadOptions, Probe
+from onnxport.providers.base import Device, LoadOptions, Probe
+from onnxport.providers.features import Features
 from onnxport.providers.null import NullModel
 from onnxport.providers.ort_devices import ExecutionDevice, OnnxRuntime
 

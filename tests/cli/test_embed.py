@@ -12,8 +12,8 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from onnxport.cli import build_parser, main
-from onnxport.cli.arguments import engine_config
 from onnxport.cli.embed import texts_of
+from onnxport.cli.engine_arguments import engine_config
 from onnxport.errors import RequestError
 from onnxport.serving.config import EngineConfig
 

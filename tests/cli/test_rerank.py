@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from onnxport.cli import build_parser, main
-from onnxport.cli.arguments import engine_config
+from onnxport.cli.engine_arguments import engine_config
 from onnxport.cli.export import export_options
 from onnxport.graphs.classification_spec import SCORE_TEMPLATE_FILE
 from onnxport.serving.config import EngineConfig

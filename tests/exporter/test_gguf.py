@@ -24,8 +24,8 @@ from onnxport.exporter.gguf.checkpoint import GgufCheckpoint
 from onnxport.exporter.gguf.shard import GgufShard
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers.base import Attention
 from onnxport.providers.cpu.library import find_library
+from onnxport.providers.features import Attention
 from tests.exporter import checkpoints, ggufs
 from tests.exporter.run_graphs import Graph
 from tests.providers.models import opened, run_rows

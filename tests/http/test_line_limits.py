@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from onnxport.errors import OverloadedError
-from onnxport.serving.http.generation import Job, generate
+from onnxport.serving.http.generation import generate
 from onnxport.serving.http.intervals import spaced
+from onnxport.serving.http.job import Job
 from onnxport.serving.http.line_limits import LineLimits, limited
 from onnxport.serving.outputs import CompletionDelta, FinishReason
 from onnxport.serving.params import RequestOptions, SamplingParams

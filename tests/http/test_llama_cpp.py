@@ -17,7 +17,7 @@ from openai import OpenAI
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.app import AppOptions
-from onnxport.serving.http.generation import Job, Usage
+from onnxport.serving.http.job import Job, Usage
 from onnxport.serving.http.llama_cpp import OFF, SAMPLERS, with_samplers
 from onnxport.serving.http.timings import Span
 from onnxport.serving.outputs import CompletionDelta

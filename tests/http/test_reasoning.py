@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from onnxport.serving.http.generation import Run
+from onnxport.serving.http.job import Run
 from onnxport.serving.http.reasoning import DeltaSplitter, TextFilter, Thinking
 from onnxport.serving.outputs import CompletionDelta, FinishReason
 from onnxport.serving.reasoning_formats import FORMATS

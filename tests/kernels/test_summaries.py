@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxport.serving.drawing import LOG2_E
+from onnxport.serving.row_params import LOG2_E
 from tests.kernels import coarse_cases, matmul_cases, norm_cases
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.summary_cases import GROUPS, add_summaries, check

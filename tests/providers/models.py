@@ -13,8 +13,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from onnxport.providers.base import Attention, LoadOptions, Model
+from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
+from onnxport.providers.features import Attention
 from onnxport.providers.ort import quiet_options
 from onnxport.providers.registry import open_model
 from tests.conformance.models import step

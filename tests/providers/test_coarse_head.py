@@ -16,9 +16,10 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
-from onnxport.providers.base import Attention, LoadOptions, Model, StepInputs
+from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import lowering
 from onnxport.providers.cpu.library import matmul_isa
+from onnxport.providers.features import Attention
 from tests.providers.conftest import WIDE_VOCAB, ArtifactMaker
 from tests.providers.models import opened
 from tests.serving.samplers import native

@@ -22,10 +22,10 @@ from onnxport.providers.device_logits import COUNTS, LEAST, DeviceLogits
 from onnxport.providers.ort import CPU, quiet_options, start_session
 from onnxport.serving import numpy_sampler, sampler
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.drawing import MOST_EXACT, RowParams
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import MOST_EXACT, RowParams
 from tests.providers.test_device_providers import emulated
 from tests.tiers import examples
 

@@ -12,9 +12,10 @@ import pytest
 
 from onnxport.errors import ProviderError
 from onnxport.providers import memory
-from onnxport.providers.base import Features, LoadOptions
+from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu.library import find_library
+from onnxport.providers.features import Features
 from onnxport.providers.registry import get_provider, open_model
 from tests.providers import models
 from tests.providers.conftest import ArtifactMaker

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from onnxport.errors import CapacityError
-from onnxport.providers.base import Attention, Model
+from onnxport.providers.base import Model
 from onnxport.providers.cpu import provider as cpu
+from onnxport.providers.features import Attention
 from tests.conformance.models import step
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker

@@ -20,10 +20,11 @@ from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.linear_spec import ShortConvSpec
 from onnxport.providers import memory, states
-from onnxport.providers.base import Attention, LoadOptions
+from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import cache_pages, choices
 from onnxport.providers.cpu.provider import CpuProvider
 from onnxport.providers.cpu.state_pools import allocate_states
+from onnxport.providers.features import Attention
 from onnxport.providers.memory import HUGE_PAGE
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.pool import plan_pool

@@ -19,7 +19,8 @@ from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.chunk_linear import CHUNK_TOKENS
 from onnxport.providers import device, webgpu
-from onnxport.providers.base import Attention, LoadOptions, StepInputs
+from onnxport.providers.base import LoadOptions, StepInputs
+from onnxport.providers.features import Attention
 from onnxport.providers.ort import CacheTensor
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.recipe import Recipe

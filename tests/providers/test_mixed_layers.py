@@ -19,7 +19,8 @@ from onnxport.graphs.cache_groups import LayerGroups, group_layers
 from onnxport.graphs.paged import attention_nodes, is_paged_attention
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.providers import registry
-from onnxport.providers.base import Attention, Features, LoadOptions, Probe
+from onnxport.providers.base import LoadOptions, Probe
+from onnxport.providers.features import Attention, Features
 from onnxport.providers.layer_groups import cache_kinds, layer_groups
 from onnxport.serving import loading
 from onnxport.serving.config import EngineConfig

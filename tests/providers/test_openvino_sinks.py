@@ -16,13 +16,13 @@ from onnxport.graphs import contract as c
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.providers.base import StepInputs
+from onnxport.providers.openvino.checks import check_sinks
 from onnxport.providers.openvino.compiled import bind_caches, cache_format
 from onnxport.providers.openvino.convert import convert
 from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import CpuPlugin
 from onnxport.providers.openvino.gpu import GpuPlugin
 from onnxport.providers.openvino.model import flat_inputs
-from onnxport.providers.openvino.provider import _check_sinks
 from tests.kernels.reference import Case, attend, write_cache
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed: pip install '.[openvino]'")
@@ -125,10 +125,10 @@ def run(
 
 def test_a_device_where_they_were_not_tried_refuses_them() -> None:
     with_sinks, without = (flatten_paged(graph(None, sinks)).model for sinks in (SINKS, None))
-    _check_sinks(with_sinks, CpuPlugin())
-    _check_sinks(without, GpuPlugin("GPU.1"))
+    check_sinks(with_sinks, CpuPlugin())
+    check_sinks(without, GpuPlugin("GPU.1"))
     with pytest.raises(ProviderError, match=r"sinks.*never tried on OpenVINO's GPU\.1; use"):
-        _check_sinks(with_sinks, GpuPlugin("GPU.1"))
+        check_sinks(with_sinks, GpuPlugin("GPU.1"))
 
 
 @pytest.mark.parametrize("window", [None, 9, 40])

@@ -18,7 +18,8 @@ from onnxport.errors import CapacityError, DeviceLostError, OnnxportError, Provi
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.tensors import WEIGHTS_FILE
 from onnxport.providers import registry
-from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe, StepInputs
+from onnxport.providers.base import Device, DeviceKind, LoadOptions, Probe, StepInputs
+from onnxport.providers.features import Features
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.providers.selection import choose
 from tests.providers.conftest import ArtifactMaker

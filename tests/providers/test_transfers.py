@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from onnxport.errors import ProviderError
-from onnxport.providers.base import Attention, Model
+from onnxport.providers.base import Model
 from onnxport.providers.blocks import HostBlocks
+from onnxport.providers.features import Attention
 from onnxport.providers.rows import convert, element_type
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker

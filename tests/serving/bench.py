@@ -9,10 +9,10 @@ from onnxport.kv.pool import BlockPool
 from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.kv.states import StatePool
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import Guess, StepPlan
 
 BLOCK_SIZE = 4
 

@@ -10,12 +10,11 @@ from typing import Any, Unpack
 
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.classifying import Classifier
-from onnxport.serving.config import EngineConfig
+from onnxport.serving.config import EngineConfig, EngineOptions
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
 from onnxport.serving.guesses import Guesses
 from onnxport.serving.intake import SEED_STEP
-from onnxport.serving.llm import EngineOptions
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.pooling import Embedder

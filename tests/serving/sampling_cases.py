@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.serving.drawing import Adapting, RowParams, Thinning
 from onnxport.serving.edits import NO_IDS, RowEdits
+from onnxport.serving.row_params import Adapting, RowParams, Thinning
 
 Floats = NDArray[np.float32]
 KINDS = ("normal", "ties", "equal", "scales", "holes", "peaks", "huge")

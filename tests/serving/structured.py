@@ -12,8 +12,8 @@ import numpy as np
 from jsonschema import Draft202012Validator
 from numpy.typing import NDArray
 
-from onnxport.serving.drawing import RowParams
 from onnxport.serving.grammar import Grammar
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampler import sample
 from onnxport.serving.structured.compiler import (
     CompiledGrammar,

@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from onnxport.errors import RequestError
 from onnxport.graphs.contract import ALL_ALLOWED, NO_SUMMARY
 from onnxport.serving.adapting import Mirostat
-from onnxport.serving.drawing import (
+from onnxport.serving.logprob_modes import processed
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import (
     Adapting,
     RowParams,
     exact_allowed,
     exact_logits,
     summary_scale,
 )
-from onnxport.serving.logprob_modes import processed
-from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampling import Position, row_params
 from tests.serving.samplers import ISAS, Sampler, native, sampler_named
 from tests.serving.sampling_cases import KINDS, make_edits, make_logits, make_mask

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from onnxport.errors import RequestError
 from onnxport.graphs.contract import ALL_ALLOWED, NO_SUMMARY
 from onnxport.serving.adapting import AdaptiveP
-from onnxport.serving.drawing import (
+from onnxport.serving.intake import SEED_STEP
+from onnxport.serving.logprob_modes import processed
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import (
     Adapting,
     RowParams,
     Thinning,
@@ -22,9 +25,6 @@ from onnxport.serving.drawing import (
     exact_logits,
     summary_scale,
 )
-from onnxport.serving.intake import SEED_STEP
-from onnxport.serving.logprob_modes import processed
-from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampler import uniform
 from onnxport.serving.sampling import Position, row_params
 from onnxport.serving.structured.spec import StructuredOutputs

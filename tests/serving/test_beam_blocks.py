@@ -11,10 +11,11 @@ from onnxport.kv.pool import BlockPool
 from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.kv.table import NOTHING
 from onnxport.serving.beams import BeamGroup, Beginning, Candidate
-from onnxport.serving.draft import Draft, StepPlan
+from onnxport.serving.draft import Draft
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import StepPlan
 
 BLOCK = 4
 

@@ -23,8 +23,9 @@ from onnxport.serving.beams import (
 )
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.rules import SequenceRules, TokenCounts, logit_rules
+from onnxport.serving.rules import SequenceRules, logit_rules
 from onnxport.serving.sampled import RowLogprobs
+from onnxport.serving.token_counts import TokenCounts
 
 PROMPT = [7, 8]
 END = 99

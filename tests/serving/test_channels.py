@@ -19,7 +19,7 @@ from onnxport.serving.channels import (
     ChannelSplitter,
     called,
 )
-from onnxport.serving.http.generation import Run
+from onnxport.serving.http.job import Run
 from onnxport.serving.http.reasoning import DeltaSplitter, ReasoningCounter, Thinking
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.tokenizer import Tokenizer

@@ -19,9 +19,9 @@ from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import numpy_sampler, sampler
 from onnxport.serving.batch import BatchPacker
-from onnxport.serving.drawing import MOST_EXACT, RowParams, Thinning, exact_logits
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import MOST_EXACT, RowParams, Thinning, exact_logits
 from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer

@@ -16,11 +16,11 @@ from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.beside import MANY_ROWS
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.following import following
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.planner import Planner
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.step_plan import StepPlan
 from tests.serving.bench import Bench, group, rows, saying
 from tests.serving.helpers import alone, null_engine, run, submit, tokens
 from tests.waiting import PATIENCE_S
@@ -162,7 +162,7 @@ def test_a_plan_made_ahead_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     reservation = bench.scheduler.reserve(last)
     bench.scheduler.plan_ahead(last)
     commit(bench, last, reservation)
-    monkeypatch.setattr("onnxport.serving.scheduler.following", None)
+    monkeypatch.setattr("onnxport.serving.following.following", None)
     assert rows(bench.scheduler.plan()) == [("a", 6, 1), ("b", 6, 1)]
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxport.errors import RequestError
-from onnxport.serving.drawing import RowParams, exact_allowed, exact_logits, summary_scale
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.infill_sampler import InfillRule, filled, left
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import RowParams, exact_allowed, exact_logits, summary_scale
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.helpers import null_engine, reasons, run, submit, tokens
 from tests.serving.prophet import Prophet

@@ -21,7 +21,8 @@ from onnxport.graphs.classification_spec import (
 from onnxport.graphs.embedding_spec import EmbeddingSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec
-from onnxport.providers.base import Features, LoadOptions, Model, Probe
+from onnxport.providers.base import LoadOptions, Model, Probe
+from onnxport.providers.features import Features
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import loading
 from onnxport.serving.config import EngineConfig

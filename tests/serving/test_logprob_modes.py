@@ -15,12 +15,12 @@ from onnxport import LLM, SamplingParams
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving import numpy_sampler, sampling
 from onnxport.serving.config import EngineConfig, LogprobsMode
-from onnxport.serving.drawing import RowParams
 from onnxport.serving.engine import Engine
 from onnxport.serving.logprob_modes import processed
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.prompts import TokensPrompt
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.thoughts import Thought
 from onnxport.serving.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from onnxport.serving import numpy_sampler, sampling
 from onnxport.serving.engine import Engine
 from onnxport.serving.named_logprobs import with_named
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
-from onnxport.serving.params import MAX_LOGPROB_TOKEN_IDS
+from onnxport.serving.param_ranges import MAX_LOGPROB_TOKEN_IDS
 from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.helpers import alone, null_engine, reasons, run, submit, tokens

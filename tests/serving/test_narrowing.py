@@ -17,11 +17,11 @@ from onnxport.serving import engine as engine_module
 from onnxport.serving import sampling
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.beside import Beside
-from onnxport.serving.drawing import RowParams, Thinning, exact_allowed
 from onnxport.serving.engine import Engine
 from onnxport.serving.narrowing import narrow, narrowed
 from onnxport.serving.outputs import Failure
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import RowParams, Thinning, exact_allowed
 from onnxport.serving.sampler import uniform
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.bench import Bench, saying

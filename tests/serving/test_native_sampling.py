@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.serving import numpy_sampler
-from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import NO_IDS, NO_VALUES, RowEdits, edited
 from onnxport.serving.native.library import REQUEST_SIZE, RESULTS, Batch
 from onnxport.serving.native.sampler import NativeSampler
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampled import Sampled
 from onnxport.serving.sampler import native_sampler, sample
 from tests.serving.samplers import ISAS, native

@@ -19,8 +19,9 @@ from onnxport.providers.rows import convert, element_type
 from onnxport.serving import offload
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
-from onnxport.serving.offload import Offloader, are_finite, fault_of
+from onnxport.serving.offload import Offloader
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.stored_blocks import are_finite, fault_of
 from onnxport.serving.transfer_costs import Costs
 from tests.serving.helpers import (
     Clock,

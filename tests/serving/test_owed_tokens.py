@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from onnxport.kv.states import StatePool
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.following import following
 from onnxport.serving.guesses import MOST_OWED
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.step_plan import StepPlan
 from tests.serving.bench import Bench, name_of, names, rows, saying
 from tests.serving.helpers import alone, checked_step, null_engine, null_model, run, submit, tokens
 from tests.serving.prophet import Prophet

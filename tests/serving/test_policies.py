@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.room import NO_ROOM
+from onnxport.serving.step_plan import StepPlan
 from onnxport.serving.waiting import NO_BARS, Bars
 from tests.serving.bench import Bench, group, make_request, name_of, names, rows
 from tests.tiers import examples
@@ -723,4 +723,4 @@ def test_any_plan_can_be_kept_and_somebody_always_goes_on(
                     bench.finish(name_of(one))
     assert not bench.scheduler.has_work
     assert bench.pool.num_free == num_blocks
-    assert not bench.scheduler._swapped
+    assert not bench.scheduler._held._swapped

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
-from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning
 from onnxport.serving.edits import RowEdits, address_of, edited
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
+from onnxport.serving.row_params import NOTHING_LEFT_OUT, RowParams, Thinning
 from onnxport.serving.rules import SequenceRules, logit_rules
 from onnxport.serving.sampler import sample, uniform
 from onnxport.serving.sampling import Position, row_params, sample_positions

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from onnxport.serving.drawing import RowParams
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.sampler import uniform
 from onnxport.serving.topm import top_m
 from tests.serving.samplers import ISAS, Sampler, sampler_named

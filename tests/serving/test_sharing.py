@@ -26,7 +26,7 @@ def test_a_hit_goes_on_after_the_cached_blocks() -> None:
     assert plan.shared == {0: Found(3, ((0, 1, 2),))}
     assert bench.blocks("b") == [0, 1, 2, 3]
     assert bench.requests["b"].num_cached_tokens == 12
-    assert (bench.scheduler.num_looked_up, bench.scheduler.num_found) == (13 + 14, 12)
+    assert (bench.scheduler.hit_counts.looked_up, bench.scheduler.hit_counts.found) == (13 + 14, 12)
 
 
 def test_a_hit_ends_where_the_tokens_part() -> None:
@@ -109,10 +109,10 @@ def test_salts_and_adapters_have_nothing_in_common() -> None:
     options = [{}, {"cache_salt": "x"}, {"adapter": "x"}, {"adapter": "x", "cache_salt": "y"}]
     for index, option in enumerate(options):
         served(bench, f"a{index}", [*PREFIX, 1], **option)
-    assert bench.scheduler.num_found == 0
+    assert bench.scheduler.hit_counts.found == 0
     for index, option in enumerate(options):
         served(bench, f"b{index}", [*PREFIX, 1], **option)
-    assert bench.scheduler.num_found == 4 * 12
+    assert bench.scheduler.hit_counts.found == 4 * 12
 
 
 def test_a_request_without_keys_neither_finds_nor_leaves_anything() -> None:
@@ -149,7 +149,7 @@ def test_one_prefix_of_sixteen_requests_is_planned_once() -> None:
     while bench.scheduler.num_running < 16:
         bench.step()
     assert [bench.requests[f"r{i}"].num_cached_tokens for i in range(16)] == [0] + [24] * 15
-    assert bench.scheduler.num_found == 15 * 24
+    assert bench.scheduler.hit_counts.found == 15 * 24
 
 
 def test_followers_join_deeper_and_deeper_branches() -> None:

@@ -46,7 +46,7 @@ def test_one_prefix_of_sixteen_requests_is_computed_once() -> None:
         )
     assert computed == 128 + 16 * 10
     assert [states.requests[f"r{i}"].num_cached_tokens for i in range(16)] == [0] + [128] * 15
-    assert states.scheduler.num_found == 15 * 128
+    assert states.scheduler.hit_counts.found == 15 * 128
 
 
 def _prompts(plan: object) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onnxport.cli import build_parser
-from onnxport.cli.arguments import engine_config
+from onnxport.cli.engine_arguments import engine_config
 from onnxport.errors import CapacityError
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.speculation.build import build_speculator

@@ -13,12 +13,12 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import sampling
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.draft import StepPlan
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import describe
 from onnxport.serving.linear_attention import rows_for, slots_wanted
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.pooling import Embedder
+from onnxport.serving.step_plan import StepPlan
 from tests.serving.bench import Bench, name_of
 from tests.serving.helpers import (
     GREEDY,

@@ -14,8 +14,8 @@ from onnxport.providers.base import StepInputs
 from onnxport.providers.cpu import library
 from onnxport.providers.ort_model import OrtModel
 from onnxport.serving.batch import BatchPacker
-from onnxport.serving.drawing import LOG2_E, RowParams, Thinning, summary_scale
 from onnxport.serving.prompts import TokensPrompt
+from onnxport.serving.row_params import LOG2_E, RowParams, Thinning, summary_scale
 from onnxport.serving.sampler import sample, sample_greedy
 from onnxport.serving.speculation.config import SpeculationConfig
 from tests.kernels.summary_cases import check

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
-from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning, thinned
+from onnxport.serving.drawing import thinned
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.row_params import NOTHING_LEFT_OUT, RowParams, Thinning
 from onnxport.serving.sampling import Position, row_params
 from tests.serving.samplers import Sampler, sampler_named
 from tests.serving.sampling_cases import KINDS, make_logits

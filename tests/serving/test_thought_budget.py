@@ -17,13 +17,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.drawing import RowParams
 from onnxport.serving.engine import Engine
 from onnxport.serving.llm import LLM
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning_formats import FORMATS
 from onnxport.serving.request import Request
+from onnxport.serving.row_params import RowParams
 from onnxport.serving.rules import logit_rules
 from onnxport.serving.sampler import sample
 from onnxport.serving.sampling import Position, row_params, sample_positions

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from onnxport.errors import ArtifactError, CapacityError, DeviceMemoryError, ProviderError
-from onnxport.providers.base import Capabilities, Features, LoadOptions, StepInputs
+from onnxport.providers.base import Capabilities, LoadOptions, StepInputs
+from onnxport.providers.features import Features
 from onnxport.serving.verify.comparison import (
     COARSE,
     COARSE_CACHE,

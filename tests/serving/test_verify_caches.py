@@ -20,7 +20,8 @@ from onnxport.errors import (
     OptionError,
     ProviderError,
 )
-from onnxport.providers.base import Capabilities, Features, LoadOptions, StepInputs
+from onnxport.providers.base import Capabilities, LoadOptions, StepInputs
+from onnxport.providers.features import Features
 from onnxport.serving.verify.caches import NUM_ROWS, compare_caches
 from onnxport.serving.verify.machine import this_machine
 from onnxport.serving.verify.report import SCHEMA, Report, describe

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
-from onnxport.providers.base import Device, Features, LoadOptions, Probe, StepInputs
+from onnxport.providers.base import Device, LoadOptions, Probe, StepInputs
+from onnxport.providers.features import Features
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.verify import verifier
 from onnxport.serving.verify.golden import rows_of

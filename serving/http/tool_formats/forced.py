@@ -22,8 +22,8 @@ from onnxport.serving.http.tool_formats.base import (
     Value,
 )
 from onnxport.serving.http.tool_formats.literal_rules import LiteralRules, NotSaidError, is_name
+from onnxport.serving.structured.pointers import inner_schemas
 from onnxport.serving.structured.prepared import prepared, tell
-from onnxport.serving.structured.schema import inner_schemas
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs, compact
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -58,7 +58,7 @@ def _module_object(text: str) -> tuple[str, Path]:
 
 def scaled_adapters(text: str) -> list[tuple[str, Path, float]]:
     """Parse llama.cpp's FNAME:SCALE, or several with commas between; each is called as its file."""
-    from onnxport.serving.params import MAX_SCALE
+    from onnxport.serving.param_ranges import MAX_SCALE
 
     found = []
     for part in text.split(","):

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from onnxport.cli.adapters import add_adapter_options, named_adapters
 from onnxport.cli.arguments import (
-    add_cache_options,
     add_choice_options,
-    add_embedding_options,
-    add_engine_options,
     add_export_options,
     add_load_options,
-    add_queue_options,
     add_reasoning_option,
+)
+from onnxport.cli.engine_arguments import (
+    add_cache_options,
+    add_embedding_options,
+    add_engine_options,
+    add_queue_options,
     add_score_template,
     add_speculation_options,
     engine_config,
@@ -135,7 +137,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def timeout(text: str) -> float:
     """Return seconds above 0, and as many at most as a request may say."""
-    from onnxport.serving.params import MAX_TIMEOUT_S
+    from onnxport.serving.param_ranges import MAX_TIMEOUT_S
 
     if (found := seconds(text)) > MAX_TIMEOUT_S:
         raise argparse.ArgumentTypeError(

@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from onnxport.cli.values import memory, positive, reasoning_parser, size
-from onnxport.errors import CapacityError, RequestError
-from onnxport.graphs.embedding_spec import POOLINGS, Dimensions
-from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
-from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.cli.values import memory, positive, reasoning_parser, token_list
 
 if TYPE_CHECKING:
     from onnxport.providers.base import LoadOptions
-    from onnxport.serving.structured.spec import StructuredOutputs
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; it has no public name
 PRECISIONS = ("int4", "int8", "fp16", "fp32")
-DEFINES = "::="  # in every grammar of GBNF
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-ENGINE_OPTIONS = (  # named as the fields of EngineConfig
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "seed",
-    "max_queued_requests",
-    "scheduling_policy",
-    "enable_prefix_caching",
-    "preemption",
-    "kv_host_memory",
-    "kv_disk",
-    "kv_disk_bytes",
-    "speculation",
-    "max_host_adapters",
-    "max_logprobs",
-    "logprobs_mode",
-    "embeddings",
-    "pooling",
-    "matryoshka_dimensions",
-    "score_template",
-)
 EXPORT_OPTIONS = (
     "precision",
     "group_size",
@@ -124,14 +97,6 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         help="export the model's layer of multi-token prediction, too, which guesses tokens ahead "
         """('{"method": "mtp"}')""",
     )
-
-
-def token_list(text: str) -> tuple[str, ...]:
-    """Return tokens that are separated by commas."""
-    found = tuple(text.split(","))
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of tokens, such as no,yes")
-    return found
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -228,88 +193,6 @@ def add_choice_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the limits of continuous batching."""
-    group = parser.add_argument_group("batching")
-    group.add_argument(
-        "--max-num-seqs", type=positive, metavar="N", help="most requests that run at once"
-    )
-    group.add_argument(
-        "--max-num-batched-tokens", type=positive, metavar="N", help="most tokens in one step"
-    )
-    group.add_argument(
-        "--preemption",
-        choices=get_args(Preemption),
-        help="of a request that has to make room: compute its K/V again, swap it to host memory, "
-        "or what is faster (auto)",
-    )
-
-
-def add_cache_options(parser: argparse.ArgumentParser) -> None:
-    """Add what becomes of K/V that may be used again."""
-    group = parser.add_argument_group("prefix cache")
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="reuse the K/V of tokens that another request has computed (on)",
-    )
-    group.add_argument(
-        "--kv-host-memory",
-        type=size,
-        metavar="SIZE",
-        help="host memory for K/V that leaves the cache, such as 8GiB (0)",
-    )
-    group.add_argument(
-        "--kv-disk", type=Path, metavar="DIR", help="folder for K/V, kept between runs (none)"
-    )
-    group.add_argument(
-        "--kv-disk-size",
-        type=size,
-        metavar="SIZE",
-        dest="kv_disk_bytes",
-        help="most that the folder may hold (16GiB)",
-    )
-
-
-def add_speculation_options(parser: argparse.ArgumentParser) -> None:
-    """Add how tokens are guessed ahead."""
-    group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--speculative-config",
-        metavar="JSON",
-        dest="speculation",
-        help="guess tokens ahead, for the model to check several at once, which changes none: "
-        """'{"method": "ngram", "num_speculative_tokens": 5}', '{"method": "suffix"}' (also by """
-        """earlier answers), '{"method": "grammar"}', """
-        """'{"method": "draft_model", "model": "ARTIFACT"}', eagle3 with a head's, or """
-        """'{"method": "mtp"}', of a model that was exported with --mtp (none)""",
-    )
-
-
-def add_embedding_options(parser: argparse.ArgumentParser, *, is_choice: bool = True) -> None:
-    """Add how texts are embedded, and if that `is_choice` whether."""
-    group = parser.add_argument_group("embeddings")
-    if is_choice:
-        group.add_argument(
-            "--embeddings",
-            action=argparse.BooleanOptionalAction,
-            help="embed texts, too, for /v1/embeddings (on where the checkpoint is made for that)",
-        )
-    parser.set_defaults(embeddings=None if is_choice else True)
-    group.add_argument(
-        "--pooling",
-        choices=POOLINGS,
-        help="what a vector is made of: what the model makes of the last token, or the mean of all "
-        "(as the checkpoint says; else last)",
-    )
-    group.add_argument(
-        "--matryoshka-dimensions",
-        type=dimensions,
-        metavar="N,N",
-        help="vectors may be cut to so many numbers; any: to all (as the checkpoint says)",
-    )
-
-
 def add_texts(parser: argparse.ArgumentParser, metavar: str, text: str, file: str) -> None:
     """Add texts, as arguments and in files; `text` and `file` say what one is."""
     texts = parser.add_argument(
@@ -332,46 +215,6 @@ def add_texts(parser: argparse.ArgumentParser, metavar: str, text: str, file: st
     )
 
 
-def add_score_template(parser: argparse.ArgumentParser) -> None:
-    """Add how pairs are written."""
-    parser.add_argument(
-        "--score-template",
-        type=Path,
-        metavar="FILE",
-        help="how pairs of texts are written for a model that judges them, in Jinja (as the "
-        "artifact has it)",
-    )
-
-
-def dimensions(text: str) -> Dimensions:
-    """Return what vectors may be cut to."""
-    if text == "any":
-        return "any"
-    with suppress(ValueError):
-        found = tuple(int(part) for part in text.split(","))
-        if min(found) > 0:
-            return found
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is neither a list of numbers above 0, such as 256,512, nor any"
-    )
-
-
-def add_queue_options(parser: argparse.ArgumentParser) -> None:
-    """Add how requests wait."""
-    group = parser.add_argument_group("queue")
-    group.add_argument(
-        "--max-queued-requests",
-        type=positive,
-        metavar="N",
-        help="most requests that wait; one more is answered 429 (1024)",
-    )
-    group.add_argument(
-        "--scheduling-policy",
-        choices=get_args(SchedulingPolicy),
-        help="by arrival (fcfs, default), by the field priority, or fair between the tenants",
-    )
-
-
 def add_reasoning_option(parser: argparse._ActionsContainer) -> None:
     """Add how reasoning is told from the answer."""
     parser.add_argument(
@@ -382,58 +225,6 @@ def add_reasoning_option(parser: argparse._ActionsContainer) -> None:
         help="how reasoning is told from the answer: auto (as the chat template has it), none, or "
         "one of vLLM's names, such as qwen3, deepseek_r1, seed_oss, openai_gptoss (auto)",
     )
-
-
-def add_structure_options(parser: argparse.ArgumentParser) -> None:
-    """Add what form the text has to have."""
-    group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
-    group.add_argument(
-        "--json-schema",
-        "--json-schema-file",
-        metavar="FILE|JSON",
-        help="the text is JSON that this schema describes",
-    )
-    group.add_argument("--regex", help="the text matches this regular expression")
-    group.add_argument(
-        "--choice", action="append", metavar="TEXT", help="the text is one of these; repeatable"
-    )
-    group.add_argument(
-        "--grammar",
-        "--grammar-file",
-        metavar="FILE|GBNF",
-        help="the text follows this grammar, in Lark's form or GBNF, which may be given itself",
-    )
-
-
-def structured_outputs(options: argparse.Namespace) -> StructuredOutputs | None:
-    """Return the form that the text has to have; None: any.
-
-    Raises:
-        RequestError: the form is not valid, or its file cannot be read.
-    """
-    from onnxport.serving.structured.spec import StructuredOutputs
-
-    if (schema := options.json_schema) is not None:
-        if not schema.lstrip().startswith("{"):
-            schema = text_of("--json-schema", Path(schema))
-        return StructuredOutputs(json=schema)
-    if options.regex is not None:
-        return StructuredOutputs(regex=options.regex)
-    if options.choice is not None:
-        return StructuredOutputs(choice=tuple(options.choice))
-    if (grammar := options.grammar) is not None:
-        if DEFINES not in grammar:
-            grammar = text_of("--grammar", Path(grammar))
-        return StructuredOutputs(grammar=grammar)
-    return None
-
-
-def text_of(option: str, path: Path) -> str:
-    """Return the text of a file; raises RequestError if it cannot be read."""
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{option} names {path}, which cannot be read: {error}") from error
 
 
 def load_options(options: argparse.Namespace) -> LoadOptions:
@@ -471,21 +262,3 @@ def _cached(name: str) -> Path | None:
 
     folder = cache_folder_if_any()
     return folder and folder / name
-
-
-def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """Return the engine's limits: what was given, and its own defaults for the rest.
-
-    Raises:
-        CapacityError: two options contradict each other.
-    """
-    given = {name: getattr(options, name, None) for name in ENGINE_OPTIONS}
-    if given["seed"] == -1:  # any, as in SamplingParams
-        given["seed"] = None
-    if given["kv_disk_bytes"] is not None and given["kv_disk"] is None:
-        raise CapacityError(
-            "--kv-disk-size was given without --kv-disk; name the folder, or leave the size out"
-        )
-    if given["speculation"] is not None:
-        given["speculation"] = SpeculationConfig.parse(given["speculation"])
-    return EngineConfig(**{name: value for name, value in given.items() if value is not None})

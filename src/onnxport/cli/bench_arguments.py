@@ -9,11 +9,10 @@ import re
 import shlex
 from pathlib import Path
 
-from onnxport.cli.arguments import (
+from onnxport.cli.arguments import add_choice_options, add_load_options
+from onnxport.cli.engine_arguments import (
     add_cache_options,
-    add_choice_options,
     add_engine_options,
-    add_load_options,
     add_speculation_options,
 )
 from onnxport.cli.values import positive, seconds

@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING
 from onnxport.cli.adapters import add_adapter_option, request_options
 from onnxport.cli.arguments import (
     Commands,
-    add_cache_options,
     add_choice_options,
     add_export_options,
     add_load_options,
     add_reasoning_option,
-    add_speculation_options,
-    add_structure_options,
     command,
-    structured_outputs,
 )
 from onnxport.cli.cache import add_source, find_artifact
+from onnxport.cli.engine_arguments import add_cache_options, add_speculation_options
 from onnxport.cli.model_defaults import (
     add_generation_config,
     add_template_options,
@@ -33,6 +30,7 @@ from onnxport.cli.model_defaults import (
 )
 from onnxport.cli.sampling import add_sampling_options, sampling_params
 from onnxport.cli.session import deltas, interruptible, open_session
+from onnxport.cli.structure_arguments import add_structure_options, structured_outputs
 from onnxport.cli.values import positive
 from onnxport.errors import CapacityError, RequestError
 

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 from onnxport.cli.adapters import add_adapter_option, request_options
 from onnxport.cli.arguments import (
     Commands,
-    add_cache_options,
     add_choice_options,
-    add_embedding_options,
-    add_engine_options,
     add_export_options,
     add_load_options,
     add_texts,
     command,
-    text_of,
 )
 from onnxport.cli.cache import add_source, find_artifact
+from onnxport.cli.engine_arguments import (
+    add_cache_options,
+    add_embedding_options,
+    add_engine_options,
+)
 from onnxport.cli.session import deltas, open_session
-from onnxport.cli.values import positive
+from onnxport.cli.values import positive, text_of
 from onnxport.errors import RequestError
 
 if TYPE_CHECKING:

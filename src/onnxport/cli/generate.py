@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from onnxport.cli.adapters import add_adapter_option, request_options
 from onnxport.cli.arguments import (
     Commands,
-    add_cache_options,
     add_choice_options,
-    add_engine_options,
     add_export_options,
     add_load_options,
-    add_speculation_options,
-    add_structure_options,
     add_texts,
     command,
-    structured_outputs,
-    text_of,
 )
 from onnxport.cli.cache import add_source, find_artifact
+from onnxport.cli.engine_arguments import (
+    add_cache_options,
+    add_engine_options,
+    add_speculation_options,
+)
 from onnxport.cli.sampling import add_sampling_options, sampling_params
 from onnxport.cli.session import deltas, open_session
-from onnxport.cli.values import positive
+from onnxport.cli.structure_arguments import add_structure_options, structured_outputs
+from onnxport.cli.values import positive, text_of
 from onnxport.errors import RequestError
 
 if TYPE_CHECKING:

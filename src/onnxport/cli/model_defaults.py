@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxport.cli.arguments import text_of
-from onnxport.cli.values import json_object
+from onnxport.cli.values import json_object, text_of
 from onnxport.errors import RequestError
 
 if TYPE_CHECKING:

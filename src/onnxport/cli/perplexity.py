@@ -18,11 +18,10 @@ from onnxport.cli.arguments import (
     add_load_options,
     command,
     load_options,
-    text_of,
     trials_folder,
 )
 from onnxport.cli.cache import add_source, find_artifact
-from onnxport.cli.values import positive
+from onnxport.cli.values import positive, text_of
 from onnxport.errors import ArtifactError, OptionError, RequestError
 
 if TYPE_CHECKING:

@@ -8,18 +8,20 @@ import json
 from onnxport.cli.adapters import add_adapter_option, request_options
 from onnxport.cli.arguments import (
     Commands,
-    add_cache_options,
     add_choice_options,
-    add_embedding_options,
-    add_engine_options,
     add_export_options,
     add_load_options,
-    add_score_template,
     add_texts,
     command,
 )
 from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.embed import texts_of
+from onnxport.cli.engine_arguments import (
+    add_cache_options,
+    add_embedding_options,
+    add_engine_options,
+    add_score_template,
+)
 from onnxport.cli.session import load_engine
 from onnxport.cli.values import positive
 

@@ -13,7 +13,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from onnxport.cli.adapters import adapter_scales, read_adapters, with_slots
-from onnxport.cli.arguments import engine_config, load_options, trials_folder
+from onnxport.cli.arguments import load_options, trials_folder
+from onnxport.cli.engine_arguments import engine_config
 from onnxport.errors import ProviderError
 
 if TYPE_CHECKING:

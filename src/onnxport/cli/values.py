@@ -1,4 +1,4 @@
-"""What the text after an option means: counts, ports, times and sizes, for `argparse`'s `type`."""
+"""What the text after an option means: counts, ports, times, sizes, lists and files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import json
 import math
 import re
+from contextlib import suppress
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from onnxport.errors import RequestError
+from onnxport.graphs.embedding_spec import Dimensions
 
 BIAS = re.compile(r"(\d+)([+-]\d+(?:\.\d+)?)")
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B?)|B)?", re.IGNORECASE)
@@ -111,3 +114,32 @@ def reasoning_parser(text: str) -> str:
     except RequestError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def token_list(text: str) -> tuple[str, ...]:
+    """Return tokens that are separated by commas."""
+    found = tuple(text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of tokens, such as no,yes")
+    return found
+
+
+def dimensions(text: str) -> Dimensions:
+    """Return what vectors may be cut to."""
+    if text == "any":
+        return "any"
+    with suppress(ValueError):
+        found = tuple(int(part) for part in text.split(","))
+        if min(found) > 0:
+            return found
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither a list of numbers above 0, such as 256,512, nor any"
+    )
+
+
+def text_of(option: str, path: Path) -> str:
+    """Return the text of a file; raises RequestError if it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{option} names {path}, which cannot be read: {error}") from error

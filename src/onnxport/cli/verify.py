@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnxport.serving.verify.verifier import Verifier
 
 FAILED = 1
-ATTENTION = ("native", "custom", "decomposed")  # providers.base.Attention, which is not imported
+ATTENTION = ("native", "custom", "decomposed")  # providers.features has the type
 ALL = ("all", "auto")
 RECORDED = (  # options that decide what is verified, in the order in which `command` names them
     "provider",
