@@ -22,6 +22,7 @@ Floats = NDArray[np.float32]
 # What vLLM does where neither checkpoint nor user say.
 DEFAULT_POOLING: Final[Pooling] = "last"
 DEFAULT_NORMALIZED: Final = True
+CUT_SIDE: Final[Side] = "right"  # as vLLM of pooling models, and sentence-transformers
 Norm = int | Literal["int16"]
 EUCLIDEAN: Final = 2
 MOST_ORDER: Final = 2**31 - 1  # of a p-norm
@@ -67,7 +68,7 @@ class PoolingParams:
     normalize: bool | None = None
     prompt_name: str | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: Side = "left"
+    truncation_side: Side = CUT_SIDE
     norm: Norm = EUCLIDEAN
 
     def __post_init__(self) -> None:

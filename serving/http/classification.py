@@ -16,7 +16,7 @@ from onnxport.serving.classifying import NO_CLASSES, Classifier
 from onnxport.serving.http import pooled
 from onnxport.serving.http.generation import Header, unless_disconnected
 from onnxport.serving.http.middleware import key_tenant
-from onnxport.serving.http.pooled import JSON, Pooled, as_base64, numbers
+from onnxport.serving.http.pooled import JSON, Pooled, numbers
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.scoring_request import ClassifyRequest, PoolingRequest
 from onnxport.serving.http.service import Service
@@ -69,14 +69,14 @@ async def respond_pooled(service: Service, request: Request, body: PoolingReques
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     task = body.task or ("embed" if service.engine.classifier is None else "classify")
     found = await unless_disconnected(request, _pool(service, body, options, name, task))
-    told = as_base64 if body.encoding_format == "base64" else numbers
+    told = body.encoding.told
     header = Header.new(name, "list", adapter or service.model_name)
-    data = await pooled.listed(
+    return await pooled.response(
+        header.fields(usage=found.usage()),
         found.vectors,
+        body.encoding,
         lambda index, vector: {"index": index, "object": "pooling", "data": told(vector)},
     )
-    content = pooled.with_data(header.fields(usage=found.usage()), data)
-    return Response(content, media_type=JSON)
 
 
 async def _pool(

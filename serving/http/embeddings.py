@@ -14,7 +14,7 @@ from onnxport.serving.http import pooled
 from onnxport.serving.http.embedding_request import EmbeddingRequest, LlamaEmbeddingRequest
 from onnxport.serving.http.generation import Header, check_number, unless_disconnected
 from onnxport.serving.http.middleware import key_tenant
-from onnxport.serving.http.pooled import JSON, as_base64, numbers
+from onnxport.serving.http.pooled import JSON, numbers
 from onnxport.serving.http.prompts import each_of
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
@@ -50,14 +50,14 @@ async def respond(service: Service, request: Request, body: EmbeddingRequest) ->
     prompts = await asyncio.to_thread(make)
     work = pooled.embed(service, prompts, params, options, name, field)
     found = await unless_disconnected(request, work)
-    told = as_base64 if body.encoding_format == "base64" else numbers
+    told = body.encoding.told
     header = Header.new(name, "list", adapter or service.model_name)
-    data = await pooled.listed(
+    return await pooled.response(
+        header.fields(usage=found.usage()),
         found.vectors,
+        body.encoding,
         lambda index, vector: {"object": "embedding", "index": index, "embedding": told(vector)},
     )
-    content = pooled.with_data(header.fields(usage=found.usage()), data)
-    return Response(content, media_type=JSON)
 
 
 async def respond_as_llama_cpp(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -12,11 +11,13 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+from fastapi.responses import Response
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.serving.http import chat_turn
 from onnxport.serving.http.embedding_request import CutRequest, TextsRequest
+from onnxport.serving.http.encodings import Encoding
 from onnxport.serving.http.generation import check_number, together
 from onnxport.serving.http.prompts import each_of, encode
 from onnxport.serving.http.protocol import MOST_TRUNCATED
@@ -202,6 +203,28 @@ async def listed(vectors: Sequence[Floats], told: Callable[[int, Floats], Any]) 
     return b"".join([b"[", b",".join(parts), b"]"])
 
 
+async def response(
+    fields: dict[str, Any],
+    vectors: Sequence[Floats],
+    encoding: Encoding,
+    told: Callable[[int, Floats], Any],
+) -> Response:
+    """Return an answer of vectors.
+
+    Args:
+        fields: of the answer, but for `data`.
+        vectors: of each input.
+        encoding: how they are written.
+        told: returns what `data` has of an input, where the answer is JSON.
+
+    Raises:
+        RequestError: see `Encoding`.
+    """
+    if not encoding.is_json:
+        return await asyncio.to_thread(encoding.response, fields, vectors)
+    return Response(with_data(fields, await listed(vectors, told)), media_type=JSON)
+
+
 def dump(value: Any) -> bytes:
     """Return JSON."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -216,8 +239,3 @@ def with_data(fields: dict[str, Any], data: bytes) -> bytes:
 def numbers(vector: Floats) -> Any:
     """Return a vector as JSON has it."""
     return vector.tolist()
-
-
-def as_base64(vector: Floats) -> str:
-    """Return the bytes of float32, the least significant first, as text."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -266,13 +266,13 @@ async def test_a_text_is_cut_behind_the_models_prompt(model_folder: Path, path: 
     name = {"/v1/embeddings": "embedding", "/pooling": "data"}.get(path)
     async with serving(model_folder, None, PROMPTED) as server:
         for further, text in (
-            ({"prompt_name": "query"}, "q:" + "cdefgjklmn"),
+            ({"prompt_name": "query"}, "q:" + "abcdefgjkl"),
             ({"prompt_name": "query", "truncation_side": "left"}, "q:" + "cdefgjklmn"),
             ({"prompt_name": "query", "truncation_side": "right"}, "q:" + "abcdefgjkl"),
-            ({"prompt_name": "query", "truncate_prompt_tokens": 3}, "q:n"),
+            ({"prompt_name": "query", "truncate_prompt_tokens": 3}, "q:a"),
             ({"prompt_name": "query", "truncate_prompt_tokens": 99, "input": "ab"}, "q:ab"),
-            ({"truncate_prompt_tokens": 3}, "lmn"),
-            ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "abc"),
+            ({"truncate_prompt_tokens": 3}, "abc"),
+            ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, "lmn"),
         ):
             body = {"input": "abcdefgjklmn", "truncate_prompt_tokens": -1, **further}
             found = await server.answer(path, **body)
@@ -345,7 +345,7 @@ async def test_texts_have_labels(model_folder: Path) -> None:
         assert found["data"][0]["probs"] == own
         ids = server.ids("abcdefgh")
         found = await server.answer("/classify", input=ids, truncate_prompt_tokens=3)
-        assert found["data"][0]["probs"] == judged(ids[-3:], THREE).tolist()
+        assert found["data"][0]["probs"] == judged(ids[:3], THREE).tolist()
 
 
 async def test_pooling_is_what_the_model_does(model_folder: Path) -> None:
