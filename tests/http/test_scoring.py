@@ -89,6 +89,11 @@ async def serving(
         yield Server(worker, folder, options)
 
 
+def as_parts(*texts: str) -> dict[str, Any]:
+    """A text as vLLM's content of parts has it."""
+    return {"content": [{"type": "text", "text": text} for text in texts]}
+
+
 def ranking(scores: list[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda number: -scores[number])
 
@@ -192,6 +197,8 @@ async def test_pairs_are_scored_in_their_order(model_folder: Path, path: str) ->
             {"text_1": ["why"] * 3, "text_2": DOCUMENTS},
             {"queries": "why", "documents": DOCUMENTS},
             {"data_1": ["why"], "data_2": DOCUMENTS},
+            {"queries": ["why"], "items": DOCUMENTS, "truncation_side": "right"},
+            {"queries": as_parts("why"), "items": list(map(as_parts, DOCUMENTS))},
         ):
             found = await server.answer(path, **body)
             assert found["data"] == [

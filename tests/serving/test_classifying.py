@@ -166,7 +166,7 @@ def test_a_pair_is_written_or_joined(tokenizer: Tokenizer) -> None:
     joined = PairEncoder(tokenizer, None, 100)
     assert joined.encode("ab", "cd") == tokenizer.encode_pair("ab", "cd")
     with pytest.raises(RequestError, match="no score template"):
-        joined.encode("ab", "cd", "find")
+        joined.check("find")
     for text in ("a" * 5000, "\ud800"):
         with pytest.raises((CapacityError, RequestError), match=r"characters|half"):
             written.encode("ab", text)
@@ -305,7 +305,7 @@ def test_texts_have_one_vector_each_behind_the_models_prompts(tokenizer: Tokeniz
         planner.plan(pairs, PairParams(instruction="find"))
     with pytest.raises(RequestError, match="probabilities were declined"):
         planner.plan(pairs, PairParams(activated=False))
-    for name in ("most_tokens", "most_of_document"):
+    for name in ("most_tokens", "most_of_document", "most_of_query"):
         with pytest.raises(RequestError, match=f"{name} is 0"):
             PairParams(**{name: 0})
 
