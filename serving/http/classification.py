@@ -39,7 +39,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 async def respond(service: Service, request: Request, body: ClassifyRequest) -> Response:
     """Answer one request for labels."""
     name = f"classify-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     classifier = _classifier(service)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     field = "input" if body.messages is None else "messages"
@@ -65,7 +65,7 @@ async def respond(service: Service, request: Request, body: ClassifyRequest) -> 
 async def respond_pooled(service: Service, request: Request, body: PoolingRequest) -> Response:
     """Answer one request for whatever the model makes of a text."""
     name = f"pool-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     task = body.task or ("embed" if service.engine.classifier is None else "classify")
     found = await unless_disconnected(request, _pool(service, body, options, name, task))

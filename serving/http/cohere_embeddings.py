@@ -114,7 +114,7 @@ async def _listed(vectors: list[Floats], told: Callable[[Floats], Any]) -> bytes
 async def respond(service: Service, request: Request, body: EmbedRequest) -> Response:
     """Answer one request."""
     name = f"embd-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     embedder = service.engine.embedder
     if embedder is None:
         raise RequestError(NO_EMBEDDINGS)

@@ -40,7 +40,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 async def respond(service: Service, request: Request, body: EmbeddingRequest) -> Response:
     """Answer one request of OpenAI's form."""
     name = f"embd-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     embedder = _embedder(service)
     params = body.params()
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
@@ -65,7 +65,7 @@ async def respond_as_llama_cpp(
 ) -> Response:
     """Answer one request of llama.cpp's form: a matrix of one row for each text."""
     name = f"embd-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     embedder = _embedder(service)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     field = "input" if body.content is None else "content"
