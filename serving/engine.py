@@ -253,6 +253,7 @@ class Engine:
         options: RequestOptions | None = None,
         *,
         activated: bool = True,
+        per_token: bool = False,
     ) -> Request:
         """Tokenize and check a prompt that is to be classified; schedules nothing. From any thread.
 
@@ -264,6 +265,7 @@ class Engine:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
             options: how to treat it; None for the defaults.
             activated: whether the numbers are probabilities, and not what the score head gives.
+            per_token: whether each token has such numbers, [num_tokens, labels].
 
         Raises:
             RequestError: the model has no score head, or as `prepare`.
@@ -271,7 +273,7 @@ class Engine:
         """
         options = options or RequestOptions()
         return self._intake.classification(
-            request_id, prompt, options, self._clock, activated=activated
+            request_id, prompt, options, self._clock, activated=activated, per_token=per_token
         )
 
     def submit(self, request: Request) -> None:

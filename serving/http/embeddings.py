@@ -50,14 +50,9 @@ async def respond(service: Service, request: Request, body: EmbeddingRequest) ->
     prompts = await asyncio.to_thread(make)
     work = pooled.embed(service, prompts, params, options, name, field)
     found = await unless_disconnected(request, work)
-    told = body.encoding.told
     header = Header.new(name, "list", adapter or service.model_name)
-    return await pooled.response(
-        header.fields(usage=found.usage()),
-        found.vectors,
-        body.encoding,
-        lambda index, vector: {"object": "embedding", "index": index, "embedding": told(vector)},
-    )
+    fields = header.fields(usage=found.usage())
+    return await pooled.response(fields, found.vectors, body.encoding, "embedding", "embedding")
 
 
 async def respond_as_llama_cpp(

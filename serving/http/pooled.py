@@ -155,14 +155,16 @@ async def classify(
     field: str,
     *,
     activated: bool,
+    per_token: bool = False,
 ) -> Pooled:
     """Return the number of each label for each prompt; the rest is as with `embed`.
 
-    `activated` says whether these are probabilities, and not what the score head gives.
+    `activated` says whether these are probabilities, and not what the score head gives, and
+    `per_token` whether each token has its own.
     """
     own, run = unique(name), service.engine.classify
     starts = [
-        partial(run, prompt, f"{own}-{number}", options, activated=activated)
+        partial(run, prompt, f"{own}-{number}", options, activated=activated, per_token=per_token)
         for number, prompt in enumerate(prompts)
     ]
     return await _run(starts, prompts, options, field)
@@ -204,25 +206,39 @@ async def listed(vectors: Sequence[Floats], told: Callable[[int, Floats], Any]) 
 
 
 async def response(
-    fields: dict[str, Any],
-    vectors: Sequence[Floats],
-    encoding: Encoding,
-    told: Callable[[int, Floats], Any],
+    fields: dict[str, Any], vectors: Sequence[Floats], encoding: Encoding, kind: str, name: str
 ) -> Response:
     """Return an answer of vectors.
 
     Args:
         fields: of the answer, but for `data`.
-        vectors: of each input.
+        vectors: of each input, or a matrix of one for each of its tokens.
         encoding: how they are written.
-        told: returns what `data` has of an input, where the answer is JSON.
+        kind: what an item of `data` is called.
+        name: of the field that its vector is in.
 
     Raises:
         RequestError: see `Encoding`.
     """
     if not encoding.is_json:
         return await asyncio.to_thread(encoding.response, fields, vectors)
-    return Response(with_data(fields, await listed(vectors, told)), media_type=JSON)
+    parts = []
+    for index, vector in enumerate(vectors):
+        told = await _written(vector, encoding)
+        item = {"object": kind, "index": index}
+        parts.append(b"".join([dump(item)[:-1], b",", dump(name), b":", told, b"}"]))
+        await asyncio.sleep(0)  # see `listed`
+    data = b"".join([b"[", b",".join(parts), b"]"])
+    return Response(with_data(fields, data), media_type=JSON)
+
+
+async def _written(vector: Floats, encoding: Encoding) -> bytes:
+    """Return a vector, or one for each token, in JSON."""
+    if encoding.form != "float":
+        return dump(await asyncio.to_thread(encoding.told, vector))
+    if vector.ndim == 1:
+        return dump(numbers(vector))
+    return await listed([*vector], lambda _, row: numbers(row))
 
 
 def dump(value: Any) -> bytes:

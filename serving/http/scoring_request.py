@@ -63,6 +63,7 @@ def _text_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+Task = Literal["embed", "classify", "token_embed", "token_classify"]
 Query = Annotated[str, PlainValidator(_query)]
 Texts = Annotated[str | list[str], PlainValidator(_texts)]
 Documents = Annotated[list[str], PlainValidator(_documents)]
@@ -90,7 +91,7 @@ class ClassifyRequest(TextsRequest):
 class PoolingRequest(EmbeddingRequest):
     """The body of `/pooling`, as vLLM has it: vectors, or numbers of labels."""
 
-    task: Literal["embed", "classify"] | None = None  # what the model does, unless told otherwise
+    task: Task | None = None  # what the model does of a whole text, unless told otherwise
 
 
 class PairsFields(EmbeddingFields):

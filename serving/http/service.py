@@ -240,6 +240,7 @@ class Engine(Protocol):
         options: RequestOptions | None = None,
         *,
         activated: bool = True,
+        per_token: bool = False,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a prompt that is to be classified now; yield its one delta.
 

@@ -76,12 +76,12 @@ async def test_bytes_tell_where_each_vector_is(model_folder: Path) -> None:
 
 async def test_bytes_of_more_than_a_header_tells(model_folder: Path) -> None:
     async with serving(model_folder, max_queued_requests=999) as server:
-        texts = ["a"] * 700
+        texts = ["a"] * 600
         error = error_of(await server.post(input=texts, encoding_format="bytes"), 400)
         assert error["param"] == "encoding_format"
         assert "bytes_only" in error["message"]
         whole = await server.post(input=texts, encoding_format="bytes_only")
-        assert whole.content == vector(server.ids("a")).tobytes() * 700
+        assert whole.content == vector(server.ids("a")).tobytes() * 600
 
 
 async def _refused(server: Server, **body: Any) -> dict[str, Any]:

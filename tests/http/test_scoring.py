@@ -446,7 +446,7 @@ async def test_who_cannot_says_how_to_change_that(model_folder: Path) -> None:
             *("/classify", {"input": "a", "activation": True, "use_activation": True}),
             *("activation", "two names"),
         ),
-        ("/pooling", {"input": "a", "task": "token_embed"}, "task", "embed"),
+        ("/pooling", {"input": "a", "task": "plugin"}, "task", "token_embed"),
     ],
 )
 async def test_what_means_nothing_is_refused(
