@@ -108,29 +108,39 @@ class ClassPooler:
 
     __slots__ = ("_activated", "_classifier", "_pooler")
 
-    def __init__(self, classifier: Classifier, num_tokens: int, *, activated: bool) -> None:
+    def __init__(
+        self, classifier: Classifier, num_tokens: int, *, activated: bool, per_token: bool = False
+    ) -> None:
         """Begin without any.
 
         Args:
             classifier: how the model classifies.
             num_tokens: of the prompt.
             activated: see `Classifier.judge`.
+            per_token: whether each token is judged, and not the last one.
         """
         self._classifier = classifier
         self._activated = activated
-        self._pooler = Pooler(_LAST, PoolingParams(), num_tokens)
+        self._pooler = Pooler(_LAST, PoolingParams(per_token=per_token), num_tokens)
 
     def read(self, first: int, states: Floats) -> None:
         """Read what the model has made of tokens; see `Pooler.read`."""
         self._pooler.read(first, states)
 
     def vector(self) -> Floats | None:
-        """Return the number of each label, float32 [labels]; None: one is not finite."""
-        state = self._pooler.vector()
-        if state is None:
+        """Return the number of each label, float32 [labels]; None: one is not finite.
+
+        Those of each token are a row of [num_tokens, labels].
+        """
+        states = self._pooler.vector()
+        if states is None:
             return None
         with np.errstate(all="ignore"):  # of numbers beyond float32
-            found = self._classifier.judge(state, activated=self._activated)
+            judged = [
+                self._classifier.judge(state, activated=self._activated)
+                for state in np.atleast_2d(states)
+            ]
+            found = np.stack(judged) if states.ndim > 1 else judged[0]
         return found if np.isfinite(found).all() else None
 
 

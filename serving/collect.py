@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,7 +140,7 @@ class PooledCollector:
             metrics=self.request.metrics,
         )
 
-    def _numbers(self) -> list[float]:
+    def _numbers(self) -> list[Any]:
         return [] if self.vector is None else self.vector.tolist()
 
 

@@ -214,7 +214,8 @@ class Intake:
         if params.truncate_prompt_tokens is not None:
             longest = min(limits.max_model_len, embedder.max_tokens or limits.max_model_len)
             read = self._cut(read, ahead, params, longest)
-        request = self._pooled(request_id, read, options, clock, reads_all=embedder.reads_all)
+        reads_all = embedder.reads_all or params.per_token
+        request = self._pooled(request_id, read, options, clock, reads_all=reads_all)
         request.prompt = prompt if isinstance(prompt, str) else None
         embedder.check_tokens(request.num_prompt_tokens)
         request.pooler = Pooler(embedder, params, request.num_prompt_tokens)
@@ -251,13 +252,16 @@ class Intake:
         clock: Callable[[], float],
         *,
         activated: bool,
+        per_token: bool,
     ) -> Request:
         """Return a request for numbers of labels; see `Preparing.prepare_classification`."""
         if self.classifier is None:
             raise RequestError(NO_CLASSES)
-        request = self._pooled(request_id, prompt, options, clock, reads_all=False)
+        request = self._pooled(request_id, prompt, options, clock, reads_all=per_token)
         num_tokens = request.num_prompt_tokens
-        request.pooler = ClassPooler(self.classifier, num_tokens, activated=activated)
+        request.pooler = ClassPooler(
+            self.classifier, num_tokens, activated=activated, per_token=per_token
+        )
         return request
 
     def _pooled(

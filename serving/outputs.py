@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +88,7 @@ class RequestOutput:
 class EmbeddingOutput:
     """The vector of a prompt."""
 
-    embedding: list[float]  # numbers of float32; none where it failed
+    embedding: list[Any]  # numbers of float32, or a list of each token's; none where it failed
     error: str | None = None  # why it failed
 
 

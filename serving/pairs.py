@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.chat import DEFAULT, ChatTemplate
 from onnxport.serving.template_messages import Message
+
+INSTRUCTION: Final = "instruction"  # the variable of templates, and the field of requests
 
 
 class PairTokenizer(Protocol):
@@ -65,14 +68,22 @@ class PairTemplate:
             )
         return found
 
-    def render(self, query: str, document: str, instruction: str | None) -> str:
+    def render(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Return the prompt of a pair.
 
         Args:
             query: the one text.
             document: the other.
-            instruction: what is asked for, which becomes a message of the role system; None: what
+            instruction: what is asked for, which becomes the variable of this name where the
+                template reads it, as vLLM's do, and else a message of the role system; None: what
                 the template itself has.
+            variables: further ones of the template.
 
         Raises:
             RequestError: the template refuses them.
@@ -82,11 +93,32 @@ class PairTemplate:
             {"role": "document", "content": document},
         ]
         if instruction is not None:
-            messages.insert(0, {"role": "system", "content": instruction})
+            if self.template.knows(INSTRUCTION):
+                variables = {**variables, INSTRUCTION: instruction}
+            else:
+                messages.insert(0, {"role": "system", "content": instruction})
         try:
-            return self.template.render(messages)
+            return self.template.render(messages, **variables)
         except RequestError as error:
             raise RequestError(f"the score template cannot write this pair: {error}") from error
+
+    def check_instruction(self, variables: Mapping[str, Any]) -> None:
+        """Raise RequestError where the template writes no instruction, whatever is asked for."""
+        if "\u2462" not in self.render("\u2460", "\u2461", "\u2462", variables):
+            raise RequestError(
+                "an instruction was given, and this model's score template does not write it: it "
+                "reads no variable instruction, and no message of the role system; leave it out, "
+                "or give another template with --score-template",
+                INSTRUCTION,
+            )
+
+
+def beginning(tokenizer: PairTokenizer, text: str, most_tokens: int) -> str:
+    """Return a text without what is behind its first tokens."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) <= most_tokens:
+        return text
+    return tokenizer.decode_prompt(ids[:most_tokens], skip_special_tokens=False)
 
 
 def fitted(
@@ -138,11 +170,13 @@ class PairEncoder:
         tokenizer: of the model.
         template: how pairs are written; None: the tokenizer joins the two texts.
         max_model_len: the longest that a pair may be.
+        variables: of the template, besides those that are the pair's.
     """
 
     tokenizer: PairTokenizer
     template: PairTemplate | None
     max_model_len: int
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(
         self,
@@ -163,16 +197,10 @@ class PairEncoder:
             most_of_document: tokens of the document, likewise.
 
         Raises:
-            RequestError: nothing writes an instruction, or the template refuses the pair.
+            RequestError: the template refuses the pair.
             CapacityError: there is no room for any of the document, or the pair is longer than the
                 model takes.
         """
-        if instruction is not None and self.template is None:
-            raise RequestError(
-                "an instruction was given, and this model has no score template that writes it; "
-                "leave it out, or give a template with --score-template",
-                "instruction",
-            )
         if most_tokens is None and most_of_document is None:
             for text in (query, document):
                 self.tokenizer.check_length(text, self.max_model_len)
@@ -184,8 +212,23 @@ class PairEncoder:
             most_of_document,
         )
 
+    def check(self, instruction: str | None) -> None:
+        """Raise RequestError where nothing writes an instruction, or reads variables."""
+        if self.template is None:
+            what, name = "an instruction was given", INSTRUCTION
+            if instruction is None:
+                what, name = "chat_template_kwargs were given", "chat_template_kwargs"
+            if instruction is not None or self.variables:
+                raise RequestError(
+                    f"{what}, and this model has no score template that writes it; leave it out, "
+                    "or give a template with --score-template",
+                    name,
+                )
+        elif instruction is not None:
+            self.template.check_instruction(self.variables)
+
     def _whole(self, query: str, document: str, instruction: str | None) -> list[int]:
         if self.template is None:
             return self.tokenizer.encode_pair(query, document)
-        text = self.template.render(query, document, instruction)
+        text = self.template.render(query, document, instruction, self.variables)
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -22,6 +22,7 @@ Floats = NDArray[np.float32]
 # What vLLM does where neither checkpoint nor user say.
 DEFAULT_POOLING: Final[Pooling] = "last"
 DEFAULT_NORMALIZED: Final = True
+CUT_SIDE: Final[Side] = "right"  # as vLLM of pooling models, and sentence-transformers
 Norm = int | Literal["int16"]
 EUCLIDEAN: Final = 2
 MOST_ORDER: Final = 2**31 - 1  # of a p-norm
@@ -58,6 +59,7 @@ class PoolingParams:
         truncation_side: the end of a text that is cut away, "left" or "right".
         norm: which length `normalize` makes 1: the p-norm, of which 2 is Euclid's; "int16": the
             largest number becomes 32760, llama.cpp's way to whole numbers of 16 bits.
+        per_token: whether each token has a vector, and not the prompt; all are computed then.
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -67,8 +69,9 @@ class PoolingParams:
     normalize: bool | None = None
     prompt_name: str | None = None
     truncate_prompt_tokens: int | None = None
-    truncation_side: Side = "left"
+    truncation_side: Side = CUT_SIDE
     norm: Norm = EUCLIDEAN
+    per_token: bool = False
 
     def __post_init__(self) -> None:
         size, normalize = self.dimensions, self.normalize
@@ -208,7 +211,7 @@ class Embedder:
 
 
 class Pooler:
-    """The vector of one prompt, while its tokens are computed.
+    """The vector of one prompt, or of each of its tokens, while these are computed.
 
     It reads what the model makes of tokens, each once, in their order. A prompt that is computed
     again, since it has yielded, is told of them again, and what was read is not read anew.
@@ -221,6 +224,7 @@ class Pooler:
         "_num_tokens",
         "_pooled",
         "_read",
+        "_rows",
         "pooling",
     )
 
@@ -240,6 +244,8 @@ class Pooler:
         self._num_tokens = num_tokens
         self._read = 0  # tokens, the first ones
         self._pooled: NDArray[np.float64] | None = None  # their sum, or what is of the last one
+        # What is of each token, once that is asked for.
+        self._rows: list[Floats] | None = [] if params.per_token else None
 
     def read(self, first: int, states: Floats) -> None:
         """Read what the model has made of tokens.
@@ -249,6 +255,12 @@ class Pooler:
             states: float32 [num_tokens, hidden], which the next step may overwrite.
         """
         end = first + len(states)
+        if self._rows is not None:
+            assert first <= self._read, f"tokens {self._read} to {first} were not told of"
+            if end > self._read:
+                self._rows.append(states[self._read - first :].astype(np.float32))
+                self._read = end
+            return
         if self.pooling == "last":
             if end == self._num_tokens:
                 self._pooled = states[-1].astype(np.float64)
@@ -268,20 +280,28 @@ class Pooler:
     def vector(self) -> Floats | None:
         """Return the vector, float32 [dimensions], in memory of its own; None: it is not finite.
 
-        All tokens have been read.
+        That of each token is a row of [num_tokens, dimensions]. All tokens have been read.
         """
         assert self._read == self._num_tokens, f"{self._read} of {self._num_tokens} tokens read"
-        assert self._pooled is not None
-        pooled = self._pooled
         with np.errstate(all="ignore"):  # of numbers that are not finite
-            if self.pooling == "mean":
-                pooled = pooled / self._num_tokens
-            pooled = pooled[: self._dimensions]
-            if self._normalizes:
-                length = _length(pooled, self._norm)
-                pooled = pooled / length if length != 0 else pooled
-            vector = pooled.astype(np.float32)
+            if self._rows is not None:
+                rows = (row for rows in self._rows for row in rows)
+                vector = np.stack([self._finished(row.astype(np.float64)) for row in rows])
+            else:
+                assert self._pooled is not None
+                pooled = self._pooled
+                is_mean = self.pooling == "mean"
+                vector = self._finished(pooled / self._num_tokens if is_mean else pooled)
         return vector if np.isfinite(vector).all() else None
+
+    def _finished(self, pooled: NDArray[np.float64]) -> Floats:
+        """Return what was pooled with its dimensions and its length."""
+        pooled = pooled[: self._dimensions]
+        if self._normalizes:
+            length = _length(pooled, self._norm)
+            pooled = pooled / length if length != 0 else pooled
+        found: Floats = pooled.astype(np.float32)
+        return found
 
 
 def _length(vector: NDArray[np.float64], norm: Norm) -> np.float64:

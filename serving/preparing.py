@@ -94,6 +94,7 @@ class Preparing:
         options: RequestOptions | None = None,
         *,
         activated: bool = True,
+        per_token: bool = False,
     ) -> Request:
         """Tokenize and check a prompt that is to be classified; schedules nothing. From any thread.
 
@@ -105,6 +106,7 @@ class Preparing:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
             options: how to treat it; None for the defaults.
             activated: whether the numbers are probabilities, and not what the score head gives.
+            per_token: whether each token has such numbers, [num_tokens, labels].
 
         Raises:
             RequestError: the model has no score head, or as `prepare`.
@@ -112,5 +114,5 @@ class Preparing:
         """
         options = options or RequestOptions()
         return self._intake.classification(
-            request_id, prompt, options, self._clock, activated=activated
+            request_id, prompt, options, self._clock, activated=activated, per_token=per_token
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxport.errors import CapacityError, OnnxportError, RequestError
 from onnxport.graphs.embedding_spec import Similarity
 from onnxport.serving.classifying import Classifier, check_scores, similarity
-from onnxport.serving.pairs import PairEncoder, PairTokenizer, fitted
+from onnxport.serving.pairs import INSTRUCTION, PairEncoder, PairTokenizer, beginning, fitted
 from onnxport.serving.pooling import Embedder
 from onnxport.serving.request import TOKEN_ID_TYPECODE
 
@@ -45,6 +45,8 @@ class PairParams:
         activated: whether scores are probabilities, and not what the score head gives.
         most_tokens: of a prompt, for which the end of a document is left out; None: nothing is.
         most_of_document: tokens of a document, likewise.
+        most_of_query: tokens of a query, likewise.
+        variables: of a score template, besides the instruction.
         sides: where each text has a vector, the names of prompts that go ahead of the first one of
             a pair, and of the second.
 
@@ -57,9 +59,11 @@ class PairParams:
     most_tokens: int | None = None
     most_of_document: int | None = None
     sides: tuple[tuple[str, ...], tuple[str, ...]] = (OF_EQUALS, OF_EQUALS)
+    most_of_query: int | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("most_tokens", "most_of_document"):
+        for name in ("most_tokens", "most_of_document", "most_of_query"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise RequestError(f"{name} is {value!r}; give a whole number above 0", name)
@@ -158,15 +162,24 @@ class PairPlanner:
         if self.embedder is not None and self.compares_vectors:
             return self._of_vectors(self.embedder, pairs, params, is_stopped)
         classifier = check_scores(self.classifier)
-        encoder = PairEncoder(self.tokenizer, classifier.template, self.max_model_len)
+        encoder = PairEncoder(
+            self.tokenizer, classifier.template, self.max_model_len, params.variables
+        )
+        encoder.check(params.instruction)
         encode = partial(
             encoder.encode,
             instruction=params.instruction,
             most_tokens=params.most_tokens,
             most_of_document=params.most_of_document,
         )
-        makes = (partial(encode, query, document) for query, document in pairs)
-        return PairPlan(self._prompts(makes, is_stopped))
+        begun: dict[str, str] = {}  # each query is cut once
+
+        def make(query: str, document: str) -> list[int]:
+            if params.most_of_query is not None and query not in begun:
+                begun[query] = beginning(self.tokenizer, query, params.most_of_query)
+            return encode(begun.get(query, query), document)
+
+        return PairPlan(self._prompts((partial(make, *pair) for pair in pairs), is_stopped))
 
     def _of_vectors(
         self,
@@ -176,12 +189,16 @@ class PairPlanner:
         is_stopped: Callable[[], bool],
     ) -> PairPlan:
         """Each text has a vector."""
-        if params.instruction is not None:
-            raise RequestError(
-                "an instruction was given, and this model compares vectors of texts, which have "
-                "none; write it ahead of the query, or leave it out",
-                "instruction",
-            )
+        for given, name in (
+            (params.instruction, INSTRUCTION),
+            (params.variables or None, "chat_template_kwargs"),
+        ):
+            if given is not None:
+                raise RequestError(
+                    f"{name} was given, and this model compares vectors of texts, which have none; "
+                    "write what is asked for ahead of the query, or leave it out",
+                    name,
+                )
         if not params.activated:
             raise RequestError(
                 "probabilities were declined, and this model compares vectors, of which none are "
@@ -195,7 +212,7 @@ class PairPlanner:
         texts = _texts(pairs)
 
         def make(side: int, text: str) -> list[int]:
-            most_of_text = params.most_of_document if side else None
+            most_of_text = params.most_of_document if side else params.most_of_query
             if most is None and most_of_text is None:
                 self.tokenizer.check_length(text, self.max_model_len)
             write = partial(_encode, self.tokenizer, ahead[side])

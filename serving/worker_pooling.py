@@ -64,6 +64,7 @@ class AsyncPoolingMethods(ABC):
         options: RequestOptions | None = None,
         *,
         activated: bool = True,
+        per_token: bool = False,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a prompt that is to be classified now; return a generator of its one delta.
 
@@ -74,6 +75,7 @@ class AsyncPoolingMethods(ABC):
             request_id: names the request; None makes a unique name.
             options: how to treat it; None for the defaults.
             activated: whether its numbers are probabilities, and not what the score head gives.
+            per_token: whether each token has such numbers.
 
         Raises:
             RequestError: the model has no score head, or as `stream`.
@@ -82,7 +84,9 @@ class AsyncPoolingMethods(ABC):
         request_id = request_id or f"classify-{uuid.uuid4().hex}"
         self._check_open(request_id, options)
         return self._stream(
-            self._engine.prepare_classification(request_id, prompt, options, activated=activated)
+            self._engine.prepare_classification(
+                request_id, prompt, options, activated=activated, per_token=per_token
+            )
         )
 
     @property

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 
-_NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+# PEFT puts `base_model.model.` ahead of the model's own names; some who write its folders do not.
+_NAME: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 # Where the decoder is in the model that was trained: a text model, and one that reads images, as
 # its modules are called and as older releases of transformers called them.
 _PARENTS: Final = (
@@ -156,13 +157,21 @@ def _read_tensors(folder: Path) -> dict[str, Array]:
 def _pairs(folder: Path, tensors: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
     """Return A and B of each module."""
     found: dict[str, dict[str, Array]] = {}
-    unknown = []
+    unknown, twice = [], []
     for name, tensor in sorted(tensors.items()):
         match = _NAME.fullmatch(name)
         if match is None or tensor.ndim != 2:
             unknown.append(f"{name} {list(tensor.shape)}")
-        else:
-            found.setdefault(match["module"], {})[match["part"]] = tensor
+            continue
+        parts = found.setdefault(match["module"], {})
+        if match["part"] in parts:
+            twice.append(name)
+        parts[match["part"]] = tensor
+    if twice:
+        raise AdapterError(
+            f"{folder} holds tensors twice, with base_model.model. and without: {_some(twice)}; "
+            "save the adapter again"
+        )
     if unknown:
         raise AdapterError(
             f"{folder} holds tensors that are no matrices of LoRA: {_some(unknown)}; only "

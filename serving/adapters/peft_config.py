@@ -58,6 +58,7 @@ _ADVICE: Final[Mapping[str, str]] = {
     "invocation_string": "of an aLoRA that is older than PEFT's; write alora_invocation_tokens in "
     "its place, the ids of the tokens that it begins to act at",
     "use_dora": "export the merged model instead",
+    "lora_bias": "export the merged model instead",
     "bias": "biases of the base model were trained too; export the merged model instead",
 }
 

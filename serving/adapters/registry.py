@@ -10,7 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from onnxport.errors import AdapterError, CapacityError, RequestError, UnknownAdapterError
+from onnxport.errors import (
+    AdapterError,
+    CapacityError,
+    PlacesTakenError,
+    RequestError,
+    UnknownAdapterError,
+)
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import Model
 from onnxport.serving.adapters.adapter import Adapter
@@ -394,7 +400,7 @@ class AdapterRegistry:
         held = None if previous is None else self._entries[previous.number]
         idle = held is not None and not held.num_requests and not held.num_mixes
         if self.num_held >= self._most and not idle:
-            raise CapacityError(self._full())
+            raise PlacesTakenError(self._full())
         slot = self._slots.unused()
         if slot is None and held is not None and idle:
             slot = held.slot

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
@@ -25,6 +26,8 @@ class LoadRequest(Strict):
     lora_name: Text
     lora_path: Text
     load_inplace: bool = False
+    # vLLM's, of tensors of all experts in one, which are refused
+    is_3d_lora_weight: Literal[False] | None = None
 
 
 class UnloadRequest(Strict):
@@ -57,14 +60,17 @@ def add_routes(app: FastAPI, service: Service, *, allowed: bool, rescales: bool)
         try:
             adapter = await service.engine.load_adapter(body.lora_name, path, in_place=in_place)
         except (AdapterError, CapacityError) as error:
-            raise ApiError(400, str(error)) from error
-        return PlainTextResponse(f"Loaded {adapter.name!r} from {adapter.path}.")
+            is_there = await asyncio.to_thread(_is_there, path)
+            raise ApiError(400 if is_there else 404, str(error)) from error
+        return PlainTextResponse(f"Success: loaded {adapter.name!r} from {adapter.path}.")
 
     @app.post("/v1/unload_lora_adapter", response_model=None)
     async def unload(body: UnloadRequest) -> Response:
         _check_allowed(allowed)
         await service.engine.unload_adapter(body.lora_name)
-        return PlainTextResponse(f"Unloaded {body.lora_name!r}; requests that use it go on.")
+        return PlainTextResponse(
+            f"Success: unloaded {body.lora_name!r}; requests that use it go on."
+        )
 
     @app.get("/lora-adapters")
     async def scales() -> list[dict[str, Any]]:
@@ -168,6 +174,13 @@ def models(service: Service) -> list[dict[str, Any]]:
         {"id": each.name, "root": str(each.path), "parent": service.model_name} for each in adapters
     ]
     return [base, *(base | one for one in change)]
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, say
+        return False
 
 
 def _check_allowed(allowed: bool) -> None:

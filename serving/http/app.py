@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -32,6 +33,7 @@ from onnxport.serving.http import (
     scoring,
     tokens,
 )
+from onnxport.serving.http.adapter_folder import AdapterFolder
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import DisconnectedError
@@ -76,6 +78,7 @@ class AppOptions:
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
+        lora_folder: of adapters that are loaded when a request names them; None: there is none.
         allow_lora_scales: whether they may change what adapters are times in all others that pick
             none; so they may with the one before, too.
         allowed_origins: web pages of these may use the server, such as https://chat.example, "*" of
@@ -107,6 +110,7 @@ class AppOptions:
     request_timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     allow_runtime_lora: bool = False
+    lora_folder: Path | None = None
     allow_lora_scales: bool = False
     allowed_origins: tuple[str, ...] = ()
     reasoning_parser: str = AUTO
@@ -203,6 +207,7 @@ def create_app(
         options.stream_interval,
         _infill(engine.tokenizer, options),
         closes_thoughts=_closes_thoughts(engine, reasoning),
+        adapter_folder=None if options.lora_folder is None else AdapterFolder(options.lora_folder),
         forces_usage=options.force_include_usage,
         artifact=options.artifact,
     )
@@ -309,7 +314,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/chat/completions/input_tokens")
     @app.post("/v1/chat/completions/input_tokens")
     async def count_chat_tokens(body: ChatRequest) -> dict[str, str | int]:
-        service.adapter_of(body.model)
+        await service.pick_adapter(body.model)
         return tokens.counted(await tokens.count(service, body))
 
     @app.post("/responses", response_model=None)

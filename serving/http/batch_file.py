@@ -14,6 +14,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Scope
 
 from onnxport.errors import RequestError
+from onnxport.serving.http.encodings import BYTES
 from onnxport.serving.http.errors import shortened
 
 URLS: Final = (
@@ -136,6 +137,10 @@ def _line(raw: bytes) -> Line:
         raise RequestError("body is missing or no object")
     if body.get("stream"):
         raise RequestError("body has stream true; a batch has whole answers, so leave it out")
+    if (form := body.get("encoding_format")) in BYTES:
+        raise RequestError(
+            f"body has encoding_format {form}; a batch has answers in JSON, so send base64 or float"
+        )
     return Line(name, url, json.dumps(body).encode())
 
 

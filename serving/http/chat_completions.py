@@ -63,7 +63,7 @@ class Told:
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     name = f"chatcmpl-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     body = body.with_usage() if service.forces_usage else body
     turn = await Turn.of(service, request, body, name, adapter)
     job, params = turn.job, turn.job.params

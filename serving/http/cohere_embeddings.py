@@ -15,10 +15,11 @@ from pydantic import Field
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.http import pooled
 from onnxport.serving.http.embedding_request import CutRequest, EmbeddingFields
+from onnxport.serving.http.encodings import as_base64
 from onnxport.serving.http.fields import LABELS
 from onnxport.serving.http.generation import check_number, unless_disconnected
 from onnxport.serving.http.middleware import key_tenant
-from onnxport.serving.http.pooled import JSON, Floats, as_base64, dump, numbers
+from onnxport.serving.http.pooled import JSON, Floats, dump, numbers
 from onnxport.serving.http.protocol import MOST_TRUNCATED
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
@@ -113,7 +114,7 @@ async def _listed(vectors: list[Floats], told: Callable[[Floats], Any]) -> bytes
 async def respond(service: Service, request: Request, body: EmbedRequest) -> Response:
     """Answer one request."""
     name = f"embd-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     embedder = service.engine.embedder
     if embedder is None:
         raise RequestError(NO_EMBEDDINGS)

@@ -38,7 +38,7 @@ from onnxport.serving.outputs import TokenLogprobs
 async def respond(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     name = f"cmpl-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     body = body.with_usage() if service.forces_usage else body
     limits = service.engine.capabilities
     body = body.with_counts(service.engine.max_logprobs, limits.vocab_size)

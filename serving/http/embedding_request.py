@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import Field, model_validator
 
@@ -11,17 +11,17 @@ from onnxport.errors import RequestError
 from onnxport.serving.chat import check_variables
 from onnxport.serving.http.body import Body
 from onnxport.serving.http.chat_messages import ChatMessage
+from onnxport.serving.http.encodings import EmbedDtype, Encoding, EncodingFormat, Endianness
 from onnxport.serving.http.fields import ANY, LABELS
 from onnxport.serving.http.prompts import Prompts
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TRUNCATED
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.params import RequestOptions
-from onnxport.serving.pooling import EUCLIDEAN, MOST_ORDER, Norm, PoolingParams
+from onnxport.serving.pooling import CUT_SIDE, EUCLIDEAN, MOST_ORDER, Norm, PoolingParams
 from onnxport.serving.truncation import Around, Side, check_truncation, cut
 
 NEUTRAL_EMBEDDING: Final[Mapping[str, Any]] = {
     **LABELS,
-    **{"embed_dtype": ("float32",), "endianness": ("native", "little")},  # vLLM's
     **{"mm_processor_kwargs": ({},), "media_io_kwargs": ANY, "padding": ("do_not_pad",)},
     "chat_template": (),
 }
@@ -58,7 +58,7 @@ class CutRequest(EmbeddingFields):
     """Texts that may be cut."""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
-    truncation_side: Side | None = None  # "left", unless told otherwise
+    truncation_side: Side | None = None  # "right", unless told otherwise
 
     @model_validator(mode="after")
     def _check_cut(self) -> Self:
@@ -80,7 +80,7 @@ class CutRequest(EmbeddingFields):
         if most is None:
             return prompt
         most = most_tokens if most == -1 else most
-        return cut(prompt, most, around, self.truncation_side)
+        return cut(prompt, most, around, self.truncation_side or CUT_SIDE)
 
 
 class TextsRequest(CutRequest):
@@ -118,7 +118,9 @@ class TextsRequest(CutRequest):
 class EmbeddingRequest(TextsRequest):
     """The body of `/v1/embeddings`."""
 
-    encoding_format: Literal["float", "base64"] | None = None  # float unless told otherwise
+    encoding_format: EncodingFormat | None = None  # float unless told otherwise
+    embed_dtype: EmbedDtype | None = None  # float32, likewise
+    endianness: Endianness | None = None  # native, likewise
     dimensions: int | None = None
     normalize: bool | None = None  # as the model says, unless told otherwise
     use_activation: bool | None = None  # vLLM's newer name of it
@@ -132,7 +134,14 @@ class EmbeddingRequest(TextsRequest):
                 "use_activation",
             )
         _check_prompt_name(self.prompt_name, self.input)
+        assert self.encoding  # or it is refused
         return self
+
+    @property
+    def encoding(self) -> Encoding:
+        """How vectors are written. Raises RequestError for fields that do not go together."""
+        given = (self.encoding_format, self.embed_dtype, self.endianness)
+        return Encoding(given[0] or "float", given[1] or "float32", given[2] or "native")
 
     def params(self) -> PoolingParams:
         """Return how texts are embedded. Raises RequestError for a value out of its range."""

@@ -15,7 +15,7 @@ from onnxport.serving.http.embedding_request import EmbeddingRequest, LlamaEmbed
 from onnxport.serving.http.generation import check_number, unless_disconnected
 from onnxport.serving.http.job import Header
 from onnxport.serving.http.middleware import key_tenant
-from onnxport.serving.http.pooled import JSON, as_base64, numbers
+from onnxport.serving.http.pooled import JSON, numbers
 from onnxport.serving.http.prompts import each_of
 from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
@@ -41,7 +41,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
 async def respond(service: Service, request: Request, body: EmbeddingRequest) -> Response:
     """Answer one request of OpenAI's form."""
     name = f"embd-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     embedder = _embedder(service)
     params = body.params()
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
@@ -51,14 +51,9 @@ async def respond(service: Service, request: Request, body: EmbeddingRequest) ->
     prompts = await asyncio.to_thread(make)
     work = pooled.embed(service, prompts, params, options, name, field)
     found = await unless_disconnected(request, work)
-    told = as_base64 if body.encoding_format == "base64" else numbers
     header = Header.new(name, "list", adapter or service.model_name)
-    data = await pooled.listed(
-        found.vectors,
-        lambda index, vector: {"object": "embedding", "index": index, "embedding": told(vector)},
-    )
-    content = pooled.with_data(header.fields(usage=found.usage()), data)
-    return Response(content, media_type=JSON)
+    fields = header.fields(usage=found.usage())
+    return await pooled.response(fields, found.vectors, body.encoding, "embedding", "embedding")
 
 
 async def respond_as_llama_cpp(
@@ -66,7 +61,7 @@ async def respond_as_llama_cpp(
 ) -> Response:
     """Answer one request of llama.cpp's form: a matrix of one row for each text."""
     name = f"embd-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     embedder = _embedder(service)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     field = "input" if body.content is None else "content"

@@ -50,7 +50,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post(PATH, response_model=None)
     async def infill(request: Request, body: InfillRequest) -> Response:
         fills = filling(service)
-        service.adapter_of(body.model)
+        await service.pick_adapter(body.model)
         asked = await Asked.of(service, body)
         params = fills.ended(asked.params)
         if body.ignore_eos:

@@ -21,6 +21,7 @@ ENDPOINTS: Final[tuple[tuple[frozenset[str], str], ...]] = tuple(
         (("query", "texts"), "/rerank"),
         (("text_1", "text_2"), "/score"),
         (("queries", "documents"), "/score"),
+        (("queries", "items"), "/score"),
         (("data_1", "data_2"), "/score"),
     )
 )

@@ -65,7 +65,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     """Add the endpoint, by both of its names."""
 
     async def complete(request: Request, body: LlamaRequest) -> Response:
-        service.adapter_of(body.model)
+        await service.pick_adapter(body.model)
         asked = await Asked.of(service, body)
         check_number(service.engine, len(body.prompt), "prompt")
         given = await asyncio.to_thread(encoded, service, body.prompt)
@@ -89,7 +89,7 @@ async def respond(
     """
     params = asked.params
     name = f"cmpl-{take_id(request, None)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     scales = scales_of(service, body.lora, adapter)
     tenant = key_tenant(request)
     options = asked.completion.options(tenant, service.request_timeout_s, adapter, scales)

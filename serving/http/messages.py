@@ -32,7 +32,7 @@ async def respond(service: Service, request: Request, body: MessagesRequest) -> 
     """Answer one request, as a whole or as a stream."""
     chat = as_chat(body, service)
     name = f"msg_{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     try:
         turn = await Turn.of(service, request, chat, name, adapter)
     except RequestError as error:
@@ -54,7 +54,7 @@ async def respond(service: Service, request: Request, body: MessagesRequest) -> 
 
 async def count(service: Service, body: CountRequest) -> dict[str, int]:
     """Return how many tokens a prompt has."""
-    service.adapter_of(body.model)
+    await service.pick_adapter(body.model)
     try:
         return {"input_tokens": await tokens.count(service, as_chat(body, service))}
     except RequestError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -12,11 +11,13 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+from fastapi.responses import Response
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.serving.http import chat_turn
 from onnxport.serving.http.embedding_request import CutRequest, TextsRequest
+from onnxport.serving.http.encodings import Encoding
 from onnxport.serving.http.generation import check_number, together
 from onnxport.serving.http.prompts import each_of, encode
 from onnxport.serving.http.protocol import MOST_TRUNCATED
@@ -154,14 +155,16 @@ async def classify(
     field: str,
     *,
     activated: bool,
+    per_token: bool = False,
 ) -> Pooled:
     """Return the number of each label for each prompt; the rest is as with `embed`.
 
-    `activated` says whether these are probabilities, and not what the score head gives.
+    `activated` says whether these are probabilities, and not what the score head gives, and
+    `per_token` whether each token has its own.
     """
     own, run = unique(name), service.engine.classify
     starts = [
-        partial(run, prompt, f"{own}-{number}", options, activated=activated)
+        partial(run, prompt, f"{own}-{number}", options, activated=activated, per_token=per_token)
         for number, prompt in enumerate(prompts)
     ]
     return await _run(starts, prompts, options, field)
@@ -202,6 +205,42 @@ async def listed(vectors: Sequence[Floats], told: Callable[[int, Floats], Any]) 
     return b"".join([b"[", b",".join(parts), b"]"])
 
 
+async def response(
+    fields: dict[str, Any], vectors: Sequence[Floats], encoding: Encoding, kind: str, name: str
+) -> Response:
+    """Return an answer of vectors.
+
+    Args:
+        fields: of the answer, but for `data`.
+        vectors: of each input, or a matrix of one for each of its tokens.
+        encoding: how they are written.
+        kind: what an item of `data` is called.
+        name: of the field that its vector is in.
+
+    Raises:
+        RequestError: see `Encoding`.
+    """
+    if not encoding.is_json:
+        return await asyncio.to_thread(encoding.response, fields, vectors)
+    parts = []
+    for index, vector in enumerate(vectors):
+        told = await _written(vector, encoding)
+        item = {"object": kind, "index": index}
+        parts.append(b"".join([dump(item)[:-1], b",", dump(name), b":", told, b"}"]))
+        await asyncio.sleep(0)  # see `listed`
+    data = b"".join([b"[", b",".join(parts), b"]"])
+    return Response(with_data(fields, data), media_type=JSON)
+
+
+async def _written(vector: Floats, encoding: Encoding) -> bytes:
+    """Return a vector, or one for each token, in JSON."""
+    if encoding.form != "float":
+        return dump(await asyncio.to_thread(encoding.told, vector))
+    if vector.ndim == 1:
+        return dump(numbers(vector))
+    return await listed([*vector], lambda _, row: numbers(row))
+
+
 def dump(value: Any) -> bytes:
     """Return JSON."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -216,8 +255,3 @@ def with_data(fields: dict[str, Any], data: bytes) -> bytes:
 def numbers(vector: Floats) -> Any:
     """Return a vector as JSON has it."""
     return vector.tolist()
-
-
-def as_base64(vector: Floats) -> str:
-    """Return the bytes of float32, the least significant first, as text."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -38,7 +38,7 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     """Answer one request, as a whole or as a stream."""
     chat = as_chat(body, service.tools.format.between)
     name = f"resp_{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     try:
         turn = await Turn.of(service, request, chat, name, adapter)
     except RequestError as error:
@@ -59,7 +59,7 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
 async def count(service: Service, body: ResponsesRequest) -> dict[str, str | int]:
     """Return how many tokens the prompt of a response has."""
     chat = as_chat(body, service.tools.format.between)
-    service.adapter_of(body.model)
+    await service.pick_adapter(body.model)
     try:
         return tokens.counted(await tokens.count(service, chat))
     except RequestError as error:

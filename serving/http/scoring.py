@@ -97,7 +97,7 @@ class _Job:
 async def respond(service: Service, request: Request, body: ScoreRequest) -> Response:
     """Answer one request for scores of pairs, in their order."""
     name = f"score-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     job = _Job(service, name, options, "text_2")
     params = body.params(service.engine.capabilities.max_model_len)
@@ -122,7 +122,7 @@ async def respond_ranked(
         has_documents: whether the answer has documents, where the request does not say.
     """
     name = f"rerank-{take_id(request, body.request_id)}"
-    adapter = service.adapter_of(body.model)
+    adapter = await service.pick_adapter(body.model)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     job = _Job(service, name, options, body.field)
     documents = body.listed

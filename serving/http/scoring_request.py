@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
+from onnxport.serving.chat import check_variables
 from onnxport.serving.http.embedding_request import (
+    NEUTRAL_EMBEDDING,
     EmbeddingFields,
     EmbeddingRequest,
     TextsRequest,
 )
 from onnxport.serving.http.fields import is_list
+from onnxport.serving.http.prompts import text_of
 from onnxport.serving.http.protocol import MOST_TRUNCATED
+from onnxport.serving.pairs import INSTRUCTION
 from onnxport.serving.scoring import OF_DOCUMENTS, OF_QUERIES, PairParams
 from onnxport.serving.truncation import check_truncation
 
-Tokens = Annotated[int, Field(ge=1, le=MOST_TRUNCATED)]
+Tokens = Annotated[int, Field(ge=0, le=MOST_TRUNCATED)]  # 0 is any number
+
+
+def _query(value: Any) -> Any:
+    """Return a text, or that of an object of vLLM's."""
+    value = text_of(value)
+    if isinstance(value, str):
+        return value
+    raise PydanticCustomError("union", "should be {what}", {"what": "a text"})
 
 
 def _texts(value: Any) -> Any:
-    """Return a text, or several, as they were given."""
+    """Return a text, or several, of which each may be an object of vLLM's that has one."""
+    value = [text_of(one) for one in value] if isinstance(value, list) else text_of(value)
     if isinstance(value, str) or is_list(value, str):
         return value
     what = "a text, or a list of texts"
@@ -31,8 +45,11 @@ def _texts(value: Any) -> Any:
 
 
 def _documents(value: Any) -> Any:
-    """Return texts, of which each may be an object that has one, as Jina and Cohere have it."""
-    found = [_text_of(one) for one in value] if isinstance(value, list) else [None]
+    """Return texts, of which each may be an object that has one, as Jina and Cohere have it.
+
+    One alone may stand for a list of it, as vLLM has it.
+    """
+    found = [_text_of(one) for one in (value if isinstance(value, list) else [value])]
     if None in found:
         what = 'a list of texts, or of objects such as {"text": "…"}'
         raise PydanticCustomError("union", "should be {what}", {"what": what})
@@ -42,13 +59,16 @@ def _documents(value: Any) -> Any:
 def _text_of(value: Any) -> str | None:
     if isinstance(value, dict) and value.keys() == {"text"}:
         value = value["text"]
+    value = text_of(value)
     return value if isinstance(value, str) else None
 
 
+Task = Literal["embed", "classify", "token_embed", "token_classify"]
+Query = Annotated[str, PlainValidator(_query)]
 Texts = Annotated[str | list[str], PlainValidator(_texts)]
 Documents = Annotated[list[str], PlainValidator(_documents)]
 FIRST: Final = ("text_1", "queries", "data_1")  # vLLM's names, the first one the oldest
-SECOND: Final = ("text_2", "documents", "data_2")
+SECOND: Final = ("text_2", "documents", "data_2", "items")
 
 
 class ClassifyRequest(TextsRequest):
@@ -71,19 +91,25 @@ class ClassifyRequest(TextsRequest):
 class PoolingRequest(EmbeddingRequest):
     """The body of `/pooling`, as vLLM has it: vectors, or numbers of labels."""
 
-    task: Literal["embed", "classify"] | None = None  # what the model does, unless told otherwise
+    task: Task | None = None  # what the model does of a whole text, unless told otherwise
 
 
 class PairsFields(EmbeddingFields):
     """What requests share that compare texts."""
 
+    neutral: ClassVar[Mapping[str, Any]] = {**NEUTRAL_EMBEDDING, "truncation_side": ("right",)}
+
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST_TRUNCATED)] | None = None
     instruction: str | None = None  # for a score template; as that has it, unless told otherwise
     use_activation: bool | None = None  # whether to tell probabilities; true unless told otherwise
     activation: bool | None = None  # vLLM's older name of it
+    max_tokens_per_doc: Tokens | None = None  # of each document, whose end is left out
+    max_tokens_per_query: Tokens | None = None  # of each query, likewise
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of a score template
 
     @model_validator(mode="after")
     def _check_shared(self) -> Self:
+        check_variables(self.chat_template_kwargs)
         check_truncation(self.truncate_prompt_tokens)
         _check_activation(self.use_activation, self.activation)
         return self
@@ -97,7 +123,21 @@ class PairsFields(EmbeddingFields):
         """Return how pairs are scored, by a model that reads so many tokens at most."""
         most = self.truncate_prompt_tokens
         most_tokens = max_model_len if most == -1 else most
-        return PairParams(self.instruction, self.activated, most_tokens)
+        variables = dict(self.chat_template_kwargs or {})
+        instruction = variables.pop(INSTRUCTION, None)  # which goes before the field, as in vLLM
+        if instruction is not None and not isinstance(instruction, str):
+            raise RequestError(
+                "chat_template_kwargs has an instruction that is no text; send a text",
+                "chat_template_kwargs",
+            )
+        return PairParams(
+            self.instruction if instruction is None else instruction,
+            self.activated,
+            most_tokens,
+            self.max_tokens_per_doc or None,
+            most_of_query=self.max_tokens_per_query or None,
+            variables=variables,
+        )
 
 
 class ScoreRequest(PairsFields):
@@ -109,6 +149,7 @@ class ScoreRequest(PairsFields):
     documents: Texts | None = None
     data_1: Texts | None = None
     data_2: Texts | None = None
+    items: Texts | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -147,11 +188,10 @@ class ScoreRequest(PairsFields):
 class RerankRequest(PairsFields):
     """The body of `/rerank`: that of Jina, Cohere, vLLM and llama.cpp, or that of TEI."""
 
-    query: str
+    query: Query
     documents: Documents | None = None
     top_n: Annotated[int, Field(ge=0)] | None = None  # all, unless told otherwise; vLLM has 0
     return_documents: bool | None = None  # true, but for llama.cpp's paths
-    max_tokens_per_doc: Tokens | None = None  # of each document, whose end is left out
     texts: list[str] | None = None  # TEI's name of documents, and what goes with it
     return_text: bool | None = None  # false unless told otherwise
     raw_scores: bool | None = None  # likewise
@@ -204,7 +244,6 @@ class RerankRequest(PairsFields):
         return replace(
             found,
             most_tokens=max_model_len if self.truncate else found.most_tokens,
-            most_of_document=self.max_tokens_per_doc,
             sides=(OF_QUERIES, OF_DOCUMENTS),
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
+from onnxport.errors import AdapterError, CapacityError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.chat import ChatTemplate
@@ -15,6 +16,7 @@ from onnxport.serving.classifying import Classifier
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
+from onnxport.serving.http.adapter_folder import AdapterFolder
 from onnxport.serving.http.errors import ApiError, shortened
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.infill import Infill
@@ -238,6 +240,7 @@ class Engine(Protocol):
         options: RequestOptions | None = None,
         *,
         activated: bool = True,
+        per_token: bool = False,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a prompt that is to be classified now; yield its one delta.
 
@@ -270,6 +273,7 @@ class Service:
     # Chats whose thoughts may be closed, by the tenant of their key and the id of their answer.
     thinking: dict[tuple[str | None, str], str] = field(default_factory=dict)
     artifact: str = ""  # what its graph and weights hash to; "": that is not known
+    adapter_folder: AdapterFolder | None = None  # of adapters that are loaded when they are named
     forces_usage: bool = False  # whether streams tell the usage that did not ask for it
     started_s: int = field(default_factory=lambda: int(time.time()))
 
@@ -290,6 +294,20 @@ class Service:
     def model_names(self) -> tuple[str, ...]:
         """The names of the model itself; the first is the one that answers tell."""
         return (self.model_name, *self.aliases)
+
+    async def pick_adapter(self, model: str | None) -> str | None:
+        """Return what `adapter_of` does, once an adapter of the folder is loaded, if it names one.
+
+        Raises:
+            ApiError: see `adapter_of`; a 400, the folder has one that cannot be served.
+            OverloadedError: it has to wait for a place, and is asked for again.
+        """
+        if self.adapter_folder is not None and model and model not in self.model_names:
+            try:
+                await self.adapter_folder.load(self.engine, model)
+            except (AdapterError, CapacityError) as error:
+                raise ApiError(400, str(error), "model") from error
+        return self.adapter_of(model)
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request picks by its model; None for the model itself.

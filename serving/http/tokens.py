@@ -119,18 +119,18 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        service.adapter_of(body.model)
+        await service.pick_adapter(body.model)
         return await asyncio.to_thread(_tokenize, service, body, plain)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        service.adapter_of(body.model)
+        await service.pick_adapter(body.model)
         text = await asyncio.to_thread(_detokenize, service, body.tokens)
         return {"prompt": text, "content": text}  # as vLLM and as llama.cpp call it
 
     @app.post("/apply-template")
     async def apply_template(body: ChatRequest) -> dict[str, str]:
-        service.adapter_of(body.model)
+        await service.pick_adapter(body.model)
         return {"prompt": await asyncio.to_thread(_prompt, service, body)}
 
     @app.get("/tokenizer_info")

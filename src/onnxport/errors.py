@@ -76,6 +76,10 @@ class UnknownAdapterError(RequestError):
     """No LoRA adapter of that name is loaded (any more). HTTP 404."""
 
 
+class PlacesTakenError(CapacityError):
+    """As many LoRA adapters are loaded as may be. HTTP 400."""
+
+
 class OverloadedError(OnnxportError):
     """The queue is full and the request was not accepted; it can be sent again. HTTP 429."""
 

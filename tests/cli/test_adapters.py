@@ -53,6 +53,7 @@ def parse(*arguments: str) -> argparse.Namespace:
         ("--enable-lora", (), (8, 16)),
         ("--enable-lora --max-loras 2 --max-lora-rank 4", (), (2, 4)),
         ("--allow-runtime-lora", (), (8, 16)),
+        ("--lora-folder x", (), (8, 16)),
         ("--max-loras 5", (), (5, 16)),
         ("--lora-modules a=x b=y --max-loras 1 --max-cpu-loras 2", (2, 4), (1, 16)),
         ("--enable-lora --max-cpu-loras 3", (), (3, 16)),

@@ -138,14 +138,19 @@ def test_what_is_refused(lora_server: RunningServer, folders: list[Path], tmp_pa
         message: str = answer.json()["error"]["message"]
         return message
 
-    assert "not a folder here" in refused(load(lora_server, "a", tmp_path / "none"), 400)
+    assert "not a folder here" in refused(load(lora_server, "a", tmp_path / "none"), 404)
     big = write_adapter(tmp_path / "big", random_tensors(rank=17), r=17)
     assert "up to 16" in refused(load(lora_server, "a", big), 400)
     assert "name of the model itself" in refused(load(lora_server, MODEL, folders[0]), 400)
     assert "no adapter 'a' is loaded" in refused(unload(lora_server, "a"), 404)
     assert load(lora_server, "a", folders[0]).status_code == 200
+    assert "is_3d_lora_weight" in refused(
+        load(lora_server, "b", folders[1], is_3d_lora_weight=True), 400
+    )
     assert "is loaded already" in refused(load(lora_server, "a", folders[1]), 400)
-    assert load(lora_server, "b", folders[1]).status_code == 200
+    plain = load(lora_server, "b", folders[1], is_3d_lora_weight=False)
+    assert plain.status_code == 200
+    assert plain.text.startswith("Success")  # as clients of vLLM look for
     full = load(lora_server, "c", folders[2])
     assert "all 2 slots" in refused(full, 400)
     assert full.json()["error"]["code"] is None  # not that of a context that is too long

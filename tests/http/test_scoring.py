@@ -89,6 +89,11 @@ async def serving(
         yield Server(worker, folder, options)
 
 
+def as_parts(*texts: str) -> dict[str, Any]:
+    """A text as vLLM's content of parts has it."""
+    return {"content": [{"type": "text", "text": text} for text in texts]}
+
+
 def ranking(scores: list[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda number: -scores[number])
 
@@ -192,6 +197,8 @@ async def test_pairs_are_scored_in_their_order(model_folder: Path, path: str) ->
             {"text_1": ["why"] * 3, "text_2": DOCUMENTS},
             {"queries": "why", "documents": DOCUMENTS},
             {"data_1": ["why"], "data_2": DOCUMENTS},
+            {"queries": ["why"], "items": DOCUMENTS, "truncation_side": "right"},
+            {"queries": as_parts("why"), "items": list(map(as_parts, DOCUMENTS))},
         ):
             found = await server.answer(path, **body)
             assert found["data"] == [
@@ -266,13 +273,13 @@ async def test_a_text_is_cut_behind_the_models_prompt(model_folder: Path, path: 
     name = {"/v1/embeddings": "embedding", "/pooling": "data"}.get(path)
     async with serving(model_folder, None, PROMPTED) as server:
         for further, text in (
-            ({"prompt_name": "query"}, "q:" + "cdefgjklmn"),
+            ({"prompt_name": "query"}, "q:" + "abcdefgjkl"),
             ({"prompt_name": "query", "truncation_side": "left"}, "q:" + "cdefgjklmn"),
             ({"prompt_name": "query", "truncation_side": "right"}, "q:" + "abcdefgjkl"),
-            ({"prompt_name": "query", "truncate_prompt_tokens": 3}, "q:n"),
+            ({"prompt_name": "query", "truncate_prompt_tokens": 3}, "q:a"),
             ({"prompt_name": "query", "truncate_prompt_tokens": 99, "input": "ab"}, "q:ab"),
-            ({"truncate_prompt_tokens": 3}, "lmn"),
-            ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "abc"),
+            ({"truncate_prompt_tokens": 3}, "abc"),
+            ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, "lmn"),
         ):
             body = {"input": "abcdefgjklmn", "truncate_prompt_tokens": -1, **further}
             found = await server.answer(path, **body)
@@ -345,7 +352,7 @@ async def test_texts_have_labels(model_folder: Path) -> None:
         assert found["data"][0]["probs"] == own
         ids = server.ids("abcdefgh")
         found = await server.answer("/classify", input=ids, truncate_prompt_tokens=3)
-        assert found["data"][0]["probs"] == judged(ids[-3:], THREE).tolist()
+        assert found["data"][0]["probs"] == judged(ids[:3], THREE).tolist()
 
 
 async def test_pooling_is_what_the_model_does(model_folder: Path) -> None:
@@ -439,7 +446,7 @@ async def test_who_cannot_says_how_to_change_that(model_folder: Path) -> None:
             *("/classify", {"input": "a", "activation": True, "use_activation": True}),
             *("activation", "two names"),
         ),
-        ("/pooling", {"input": "a", "task": "token_embed"}, "task", "embed"),
+        ("/pooling", {"input": "a", "task": "plugin"}, "task", "token_embed"),
     ],
 )
 async def test_what_means_nothing_is_refused(

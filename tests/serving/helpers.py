@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Unpack
 
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.classifying import Classifier
 from onnxport.serving.config import EngineConfig, EngineOptions
@@ -68,6 +69,7 @@ def null_engine(
     speculator: Guesses | None = None,
     embedder: Embedder | None = None,
     classifier: Classifier | None = None,
+    base: ArchSpec | None = None,
     final_features: int | None = None,
     **config: Unpack[EngineOptions],
 ) -> Engine:
@@ -99,6 +101,7 @@ def null_engine(
         *(model, tokenizer, engine_config, eos_token_ids, clock, standby, speculator),
         embedder=embedder,
         classifier=classifier,
+        base=base,
     )
 
 

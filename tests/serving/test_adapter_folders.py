@@ -503,6 +503,19 @@ def renamed(old: str, new: str) -> Callable[[Tensors], None]:
 A0, B0 = (tensor_name(0, "q_proj", part) for part in "AB")
 
 
+def test_names_may_be_the_models_own(tmp_path: Path) -> None:
+    """As some write them who train without PEFT, and vLLM reads them."""
+    tensors = random_tensors()
+    bare = {name.removeprefix("base_model.model."): one for name, one in tensors.items()}
+    assert bare.keys().isdisjoint(tensors)
+    whole = read_adapter(write_adapter(tmp_path / "a", tensors), SPEC)
+    found = read_adapter(write_adapter(tmp_path / "b", bare), SPEC)
+    assert found.fingerprint == whole.fingerprint
+    folder = write_adapter(tmp_path / "c", tensors | {name: bare[name] for name in list(bare)[:1]})
+    with pytest.raises(AdapterError, match=r"holds tensors twice, with base_model\.model"):
+        read_adapter(folder, SPEC)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -166,7 +166,7 @@ def test_a_pair_is_written_or_joined(tokenizer: Tokenizer) -> None:
     joined = PairEncoder(tokenizer, None, 100)
     assert joined.encode("ab", "cd") == tokenizer.encode_pair("ab", "cd")
     with pytest.raises(RequestError, match="no score template"):
-        joined.encode("ab", "cd", "find")
+        joined.check("find")
     for text in ("a" * 5000, "\ud800"):
         with pytest.raises((CapacityError, RequestError), match=r"characters|half"):
             written.encode("ab", text)
@@ -305,7 +305,7 @@ def test_texts_have_one_vector_each_behind_the_models_prompts(tokenizer: Tokeniz
         planner.plan(pairs, PairParams(instruction="find"))
     with pytest.raises(RequestError, match="probabilities were declined"):
         planner.plan(pairs, PairParams(activated=False))
-    for name in ("most_tokens", "most_of_document"):
+    for name in ("most_tokens", "most_of_document", "most_of_query"):
         with pytest.raises(RequestError, match=f"{name} is 0"):
             PairParams(**{name: 0})
 
@@ -395,7 +395,7 @@ def test_an_embedded_text_is_cut_behind_the_models_prompt(tokenizer: Tokenizer) 
         found = run(engine)["one"][0].embedding
         np.testing.assert_array_equal(found, vector(tokenizer.encode(left)))
     embed(engine, "ids", list(range(9)), PoolingParams(truncate_prompt_tokens=-1))
-    np.testing.assert_array_equal(run(engine)["ids"][0].embedding, vector(range(3, 9)))
+    np.testing.assert_array_equal(run(engine)["ids"][0].embedding, vector(range(6)))
     with pytest.raises(CapacityError, match="are 2 tokens, and a prompt is to have 2 at most"):
         engine.prepare_embedding("a", "abc", PoolingParams(truncate_prompt_tokens=2))
     with pytest.raises(CapacityError, match="embeds 6 at most"):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_LORAS = 8
 DEFAULT_LORA_RANK = 16
 LORA = "lora"  # what the only adapter of a command is called
+LATER = ("enable_lora", "allow_runtime_lora", "lora_folder")  # with which others may come
 DTYPES = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 
 
@@ -123,6 +124,13 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         help="let requests load adapters from paths of this machine (/v1/load_lora_adapter); "
         "for clients that are trusted",
     )
+    group.add_argument(
+        "--lora-folder",
+        type=Path,
+        metavar="DIR",
+        help="adapters that requests name and that are not loaded are read from DIR/NAME, or from "
+        "DIR/NAME.gguf; those that nobody uses make room for them",
+    )
 
 
 def add_adapter_option(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +223,7 @@ def with_slots(
         CapacityError: two options contradict each other.
     """
     most, rank = getattr(options, "max_loras", None), getattr(options, "max_lora_rank", None)
-    later = any(getattr(options, name, False) for name in ("enable_lora", "allow_runtime_lora"))
+    later = any(getattr(options, name, False) for name in LATER)
     dtype = getattr(options, "lora_dtype", None)
     host: int | None = getattr(options, "max_host_adapters", None)
     if not (adapters or later or most):

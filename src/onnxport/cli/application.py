@@ -267,6 +267,7 @@ def open_app(
             thinking_token_budget=options.thinking_token_budget,
             infill_tokens=options.infill_tokens,
             spm_infill=options.spm_infill,
+            lora_folder=options.lora_folder,
             artifact=Artifact.read(artifact, check_graphs=False).manifest.fingerprint,
             **more,
         )
