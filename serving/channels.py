@@ -71,9 +71,14 @@ class Channels:
 
 
 def channel(header: str) -> str:
-    """Return the channel that a header names first; empty: none."""
-    found = _CHANNEL.search(header)
-    return "" if found is None else found[1]
+    """Return the channel that a header names first; empty: none.
+
+    A commentary before the analysis is nothing: models write it by mistake now and then.
+    """
+    named = _CHANNEL.findall(header)
+    if named and named[0] == COMMENTARY and ANALYSIS in named[1:]:
+        return ANALYSIS
+    return named[0] if named else ""
 
 
 def called(header: str, names: Collection[str]) -> str | None:

@@ -48,8 +48,11 @@ class Turn:
     prompt_text: str | None
 
     def parser(self, service: Service) -> ToolCallParser | None:
-        """Return what finds calls in the answer; None: no functions were offered."""
-        if not self.functions:
+        """Return what finds calls in the answer; None: it has none, and no headers.
+
+        No functions were offered then, and the format has no headers that are not told.
+        """
+        if not self.functions and not service.tools.format.headers:
             return None
         params = self.job.params
         return service.tools.parser(

@@ -194,6 +194,7 @@ class ToolFormat:
             is not missing there.
         ends_thought: texts before calls that end a thought which was not closed: none speaks of
             them.
+        of_template: returns the format of a template that is recognized, where that names tags.
     """
 
     name: str
@@ -211,6 +212,7 @@ class ToolFormat:
     new_id: Callable[[], str] = long_id
     exact: Reader | None = None
     ends_thought: tuple[str, ...] = ()
+    of_template: Callable[[str], ToolFormat] | None = None
 
     def id_of(self, call: ParsedCall) -> str:
         """Return the id of a call: the model's own, or a new one."""

@@ -67,6 +67,7 @@ def _mistral(written: Written, signs: tuple[str, ...]) -> ToolFormat:
         written=written,
         recognizes=lambda template: all(sign in template for sign in signs),
         new_id=new_id,
+        ends_thought=(OPEN,),
     )
 
 
