@@ -102,11 +102,13 @@ class ChannelFormat:
     Attributes:
         tags: texts that are special tokens and have to be text; none are.
         marks: special tokens that have to be in the text of a chat.
+        answers: texts that begin the answer within a thought; none do.
         efforts: that the model knows.
     """
 
     tags: tuple[str, ...] = ()
     marks: tuple[str, ...] = MARKS
+    answers: tuple[str, ...] = ()
     efforts: tuple[str, ...] | None = ("low", "medium", "high")
 
     def __str__(self) -> str:

@@ -31,6 +31,7 @@ _COHERE: Final = ReasoningFormat(
     ("<|START_THINKING|>",),
     ("<|END_THINKING|>",),
     frames=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    answers=("<|START_RESPONSE|>", "<|START_TEXT|>"),
 )
 _KIMI_K3: Final = ReasoningFormat(
     ("<|open|>think<|sep|>",),
@@ -38,6 +39,7 @@ _KIMI_K3: Final = ReasoningFormat(
     frames=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     tokens=("<|open|>", "<|close|>", "<|sep|>"),
     past=("<|open|>response<|sep|>",),
+    answers=("<|open|>response<|sep|>",),
     signs=("open_tag('think'",),
 )
 _HY: Final = ReasoningFormat(  # the tags of each release have a suffix of their own, or none
@@ -50,7 +52,8 @@ _PLAMO: Final = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>")
 _GEMMA: Final = ReasoningFormat(
     ("<|channel>thought", "<|channel><|channel>thought"),
     ("<channel|>",),
-    frames=("<|channel>thought\n<channel|>", "<|channel>", "<channel|>"),  # written out of place
+    tokens=("<|channel>",),
+    frames=("<|channel>thought\n<channel|>", "<channel|>"),  # empty thoughts behind the answer
 )
 _SOLAR: Final = ReasoningFormat(
     ("<|think|>",),
@@ -70,6 +73,10 @@ _MUSE: Final = ReasoningFormat(
         " to=commentary<|message|>",
         "<|eom|>",
         "<|eot|>",
+    ),
+    answers=(
+        "<|start|>assistant to=user<|message|>",
+        "<|start|>assistant to=commentary<|message|>",
     ),
     tokens=("<|start|>", "<|message|>"),
     signs=("to=self<|message|>",),

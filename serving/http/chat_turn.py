@@ -107,8 +107,8 @@ class Turn:
         )
         if chat.reasoning_control and service.closes_thoughts:
             thinking = replace(thinking, is_closed=True)
-        if functions and params.structured_outputs is None:  # a form begins behind a closing tag
-            thinking = thinking.ending_before(service.tools.format.ends_thought)
+        if params.structured_outputs is None:  # a form begins behind a closing tag
+            thinking = thinking.ending_with(service.tools.format if functions else None)
         told = left if chat.return_prompt_text else None
         interval = chat.stream_interval or service.stream_interval
         job = Job([prompt], thinking.before(params), options, unique(name), interval)

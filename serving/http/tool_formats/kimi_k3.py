@@ -165,5 +165,6 @@ KIMI_K3 = ToolFormat(
         between_calls="",
     ),
     tagged=written,
+    ends_thought=SECTION[:1],
     recognizes=lambda template: OPEN in template and "open_tag('tools')" in template,
 )

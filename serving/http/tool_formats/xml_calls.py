@@ -338,7 +338,7 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
         ),
         tagged=tags.written,
         exact=replace(tags, is_exact=True),
-        ends_thought=(opening,) if opening == TOOL_CALL[0] else (),  # as with vLLM
+        ends_thought=(opening,),  # as with vLLM
         recognizes=lambda template: sign in template,
     )
 
