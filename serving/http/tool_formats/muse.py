@@ -73,14 +73,14 @@ def tagged(name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
     """Return how a call of a function is written; None: parameters ask for more than tags can."""
     inner = ATEM.written(name, parameters)
     return inner and TaggedCall(
-        f"{name}{MESSAGE}{ATEM.block[0]}{BREAK}{inner.before}",
+        f"{TO}{name}{MESSAGE}{ATEM.block[0]}{BREAK}{inner.before}",
         inner.arguments,
         f"{inner.behind}{ATEM.block[1]}",
     )
 
 
 _IN_JSON: Final = (
-    f"{NAME}{MESSAGE}{ATEM.block[0]}{BREAK}{ATEM.call[0]}{NAME}{ATEM.call[1]}{BREAK}{ARGUMENTS}"
+    f"{TO}{NAME}{MESSAGE}{ATEM.block[0]}{BREAK}{ATEM.call[0]}{NAME}{ATEM.call[1]}{BREAK}{ARGUMENTS}"
     f"{BREAK}{ATEM.call[2]}{BREAK}{ATEM.block[1]}"
 )
 MUSE = ToolFormat(
@@ -90,10 +90,10 @@ MUSE = ToolFormat(
     further=(MESSAGE, MESSAGE_END),
     read=_reader(ATEM),
     written=Written(
-        TO,
         "",
+        MESSAGE_END,
         _IN_JSON,
-        between_blocks=f"{MESSAGE_END}{HEADER}",
+        between_blocks=HEADER,
         optional_marker=HEADER,
     ),
     tagged=tagged,
