@@ -195,9 +195,9 @@ class ReasoningSplitter:
             closes = tag in self.thought.closes
             self._pending = self._pending[start + len(tag) * closes :]
             self._state = "behind" if closes else "answer"
-        elif (start := self._enclosed_start(final)) is not None:
-            text = self._pending[:start].rstrip("\n")
-            self._pending = self._pending[start if final else len(text) :]
+        elif (enclosed := self._enclosed_start(final)) is not None:
+            text = self._pending[:enclosed].rstrip("\n")
+            self._pending = self._pending[enclosed if final else len(text) :]
             self._state = "answer" if final else "within"
         elif final:
             text, self._pending = self._pending, ""
