@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from onnxport.serving.channels import Channels, ChannelSplitter
+from onnxport.serving.http.chat_turn import Turn
+from onnxport.serving.http.reasoning import Thinking
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.cohere import COHERE4
@@ -22,6 +26,7 @@ from onnxport.serving.http.tool_formats.mistral import MISTRAL_NAME
 from onnxport.serving.http.tool_formats.muse import MUSE
 from onnxport.serving.http.tool_formats.plamo3 import PLAMO3
 from onnxport.serving.http.tool_formats.registry import recognized
+from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.reasoning import ReasoningFormat
 from onnxport.serving.reasoning_formats import FORMATS, reasoning_format
 from onnxport.serving.thoughts import ReasoningSplitter, Thought
@@ -265,6 +270,23 @@ def test_thoughts(name: str, prompt: str, text: str) -> None:
 
 
 def test_a_header_is_not_told_where_no_functions_are_offered() -> None:
-    assert FUNCTIONARY_MESSAGE.headers
-    parser = ToolCallParser({}, FUNCTIONARY_MESSAGE)
-    assert parser.take("all\nHello >>> you", is_last=True).content == "Hello >>> you"
+    params = SimpleNamespace(skip_special_tokens=True, structured_outputs=None)
+    job: Any = SimpleNamespace(params=params)
+    turn = Turn(job, {}, Thinking(False), "m", None)
+
+    def parser(syntax: ToolFormat) -> ToolCallParser | None:
+        service: Any = SimpleNamespace(tools=ToolSyntax(syntax))
+        return turn.parser(service)
+
+    assert parser(HERMES) is None
+    found = parser(FUNCTIONARY_MESSAGE)
+    assert found is not None
+    assert found.take("all\nHello >>> you", is_last=True).content == "Hello >>> you"
+
+
+def test_a_commentary_before_the_analysis_is_nothing() -> None:
+    splitter = ChannelSplitter(Channels())
+    text = "<|channel|>commentary to=assistant<|channel|>analysis<|message|>a<|end|>"
+    parts = splitter.parts(f"{text}<|start|>assistant<|channel|>final<|message|>b", is_last=True)
+    assert "".join(each.reasoning for each in parts) == "a"
+    assert "".join(each.content for each in parts) == "b"
