@@ -71,9 +71,14 @@ class Channels:
 
 
 def channel(header: str) -> str:
-    """Return the channel that a header names first; empty: none."""
-    found = _CHANNEL.search(header)
-    return "" if found is None else found[1]
+    """Return the channel that a header names first; empty: none.
+
+    A commentary before the analysis is nothing: models write it by mistake now and then.
+    """
+    named = _CHANNEL.findall(header)
+    if named and named[0] == COMMENTARY and ANALYSIS in named[1:]:
+        return ANALYSIS
+    return named[0] if named else ""
 
 
 def called(header: str, names: Collection[str]) -> str | None:
@@ -97,11 +102,13 @@ class ChannelFormat:
     Attributes:
         tags: texts that are special tokens and have to be text; none are.
         marks: special tokens that have to be in the text of a chat.
+        answers: texts that begin the answer within a thought; none do.
         efforts: that the model knows.
     """
 
     tags: tuple[str, ...] = ()
     marks: tuple[str, ...] = MARKS
+    answers: tuple[str, ...] = ()
     efforts: tuple[str, ...] | None = ("low", "medium", "high")
 
     def __str__(self) -> str:

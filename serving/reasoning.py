@@ -33,6 +33,7 @@ class ReasoningFormat:
         past: further texts that a prompt ends with where there is no reasoning.
         signs: what chat templates speak of, one of it; none: its tags.
         marks: special tokens that have to be in the text of a chat.
+        answers: texts that begin the answer, which may end a thought that was not closed.
         efforts: that the model knows; None: what its chat template makes of them.
     """
 
@@ -45,6 +46,7 @@ class ReasoningFormat:
     past: tuple[str, ...] = ()
     signs: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
     efforts: tuple[str, ...] | None = None
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from typing import Final
 from onnxport.errors import RequestError
 from onnxport.serving.channels import ChannelFormat
 from onnxport.serving.reasoning import AnyFormat, ReasoningFormat
+from onnxport.serving.tag_suffix import suffix_of
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -30,6 +31,7 @@ _COHERE: Final = ReasoningFormat(
     ("<|START_THINKING|>",),
     ("<|END_THINKING|>",),
     frames=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    answers=("<|START_RESPONSE|>", "<|START_TEXT|>"),
 )
 _KIMI_K3: Final = ReasoningFormat(
     ("<|open|>think<|sep|>",),
@@ -37,10 +39,21 @@ _KIMI_K3: Final = ReasoningFormat(
     frames=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     tokens=("<|open|>", "<|close|>", "<|sep|>"),
     past=("<|open|>response<|sep|>",),
+    answers=("<|open|>response<|sep|>",),
     signs=("open_tag('think'",),
 )
 _HY: Final = ReasoningFormat(  # the tags of each release have a suffix of their own, or none
-    ("<think:opensource>", "<think>"), ("</think:opensource>", "</think>"), signs=("<think{}>",)
+    ("<think:opensource>", "<think>"),
+    ("</think:opensource>", "</think>"),
+    signs=("<think{}>", "<think:"),
+)
+_K2_THOUGHTS: Final = ("think", "think_fast", "think_faster")  # by the effort
+_PLAMO: Final = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>")
+_GEMMA: Final = ReasoningFormat(
+    ("<|channel>thought", "<|channel><|channel>thought"),
+    ("<channel|>",),
+    tokens=("<|channel>",),
+    frames=("<|channel>thought\n<channel|>", "<channel|>"),  # empty thoughts behind the answer
 )
 _SOLAR: Final = ReasoningFormat(
     ("<|think|>",),
@@ -53,7 +66,18 @@ _SOLAR: Final = ReasoningFormat(
 _MUSE: Final = ReasoningFormat(
     ("to=self<|message|>",),
     ("<|eom|>",),
-    frames=("<|start|>assistant to=user<|message|>", " to=user<|message|>", "<|eot|>"),
+    frames=(
+        "<|start|>assistant to=user<|message|>",
+        " to=user<|message|>",
+        "<|start|>assistant to=commentary<|message|>",
+        " to=commentary<|message|>",
+        "<|eom|>",
+        "<|eot|>",
+    ),
+    answers=(
+        "<|start|>assistant to=user<|message|>",
+        "<|start|>assistant to=commentary<|message|>",
+    ),
     tokens=("<|start|>", "<|message|>"),
     signs=("to=self<|message|>",),
 )
@@ -69,6 +93,7 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek_r1": _IMPLIED,
     "deepseek_v3": _THINK,
     "deepseek_v4": _THINK,
+    "deepseek_v41": _THINK,
     "glm45": _THINK,
     "glm47": _THINK,
     "holo2": _IMPLIED,
@@ -81,20 +106,34 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "poolside_v1": _THINK,
     "step3": _IMPLIED,
     "step3p5": _THINK,
+    "step5": _THINK,
     "ernie45": _RESPONSE,
     "granite_thinking_parser": _RESPONSE,
     "hunyuan_a13b": replace(_THINK, around=("<answer>", "</answer>")),
     "seed_oss": _SEED,
     "granite": _GRANITE,
     "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
-    "gemma4": ReasoningFormat(("<|channel>thought",), ("<channel|>",), tokens=("<|channel>",)),
+    "gemma4": _GEMMA,
     "cohere_command3": _COHERE,
     "cohere_command4": _COHERE,
     "kimi_k3": _KIMI_K3,
     "minimax_m3": ReasoningFormat(("<mm:think>",), ("</mm:think>",)),
     "hy_v3": _HY,
+    "hy_v4": _HY,
+    "k2_horizon": ReasoningFormat(
+        tuple(f"<ifm|{name}>" for name in _K2_THOUGHTS),
+        tuple(f"</ifm|{name}>" for name in _K2_THOUGHTS),
+    ),
+    "plamo3": ReasoningFormat(
+        (f"{_PLAMO[0]}think{_PLAMO[2]}",),
+        (f"{_PLAMO[1]}think{_PLAMO[2]}",),
+        tokens=_PLAMO,
+        signs=("plamo:begin_think",),
+    ),
     "solar_open": _SOLAR,
     "muse_glimmer": _MUSE,
+    "muse": _MUSE,
+    "musespark1x": _MUSE,
     "apertus": ReasoningFormat(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     "apriel": _APRIEL,
 }
@@ -111,6 +150,8 @@ _TRIED: Final = (
     "kimi_k3",
     "minimax_m3",
     "hy_v3",
+    "k2_horizon",
+    "plamo3",
     "solar_open",
     "muse_glimmer",
     "apertus",
@@ -131,11 +172,22 @@ def reasoning_format(name: str, templates: Iterable[str]) -> AnyFormat | None:
     """
     if name == NONE:
         return None
+    sources = list(templates)
     if name == AUTO:
-        sources = list(templates)
         tried = (_ALL[each] for each in _TRIED)
-        return next((one for one in tried if any(map(one.is_in, sources))), None)
+        found = next((one for one in tried if any(map(one.is_in, sources))), None)
+        return _of_release(found, sources)
     if name not in _ALL:
         known = ", ".join((AUTO, NONE, *_ALL))
         raise RequestError(f"there is no reasoning parser {name!r}; use one of {known}")
-    return _ALL[name]
+    return _of_release(_ALL[name], sources)
+
+
+def _of_release(found: AnyFormat | None, sources: Iterable[str]) -> AnyFormat | None:
+    """Return a format with the tags that chat templates name, where each release has its own."""
+    if found is not _HY:
+        return found
+    suffixes = {suffix_of(source, "think") for source in sources} - {"", ":opensource"}
+    opens = tuple(f"<think{each}>" for each in sorted(suffixes))
+    closes = tuple(f"</think{each}>" for each in sorted(suffixes))
+    return replace(_HY, opens=opens + _HY.opens, closes=closes + _HY.closes)

@@ -13,6 +13,21 @@ MOST_BREAKS: Final = 2  # ends of lines behind a closing tag that are a part of 
 
 
 @dataclass(frozen=True, slots=True)
+class Enclosed:
+    """A block.
+
+    Attributes:
+        opening: the text before it.
+        first: what it begins with.
+        closing: the text behind it; None: it goes on to the end.
+    """
+
+    opening: str
+    first: str = ""
+    closing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Thought:
     """The reasoning before an answer: the texts that begin and end it.
 
@@ -23,6 +38,8 @@ class Thought:
         frames: texts that are no part of an answer, wherever in it they stand.
         is_past: whether there is none any more: the text is the answer, in its frames.
         ends_before: texts that end it, too, and begin the answer.
+        ends_with: blocks that end it, and are the answer, where nothing but space follows the last
+            of them: the thought was not closed.
     """
 
     opens: tuple[str, ...]
@@ -32,6 +49,7 @@ class Thought:
     frames: tuple[str, ...] = ()
     is_past: bool = False
     ends_before: tuple[str, ...] = ()
+    ends_with: tuple[Enclosed, ...] = ()
 
 
 @dataclass(slots=True)
@@ -177,14 +195,54 @@ class ReasoningSplitter:
             closes = tag in self.thought.closes
             self._pending = self._pending[start + len(tag) * closes :]
             self._state = "behind" if closes else "answer"
+        elif (enclosed := self._enclosed_start(final)) is not None:
+            text = self._pending[:enclosed].rstrip("\n")
+            self._pending = self._pending[enclosed if final else len(text) :]
+            self._state = "answer" if final else "within"
         elif final:
             text, self._pending = self._pending, ""
         else:
-            held = longest_beginning(self._pending, ends)
+            opens = (each.opening for each in self.thought.ends_with)
+            held = longest_beginning(self._pending, (*ends, *opens))
             text = self._pending[: len(self._pending) - held].rstrip("\n")
             self._pending = self._pending[len(text) :]
         self._has_text = self._has_text or bool(text)
         return text
+
+    def _enclosed_start(self, final: bool) -> int | None:
+        """Return where blocks begin that the thought ends with, or may end with; None: nowhere."""
+        assert self.thought is not None
+        starts = (self._start_of(each, final) for each in self.thought.ends_with)
+        return min((each for each in starts if each is not None), default=None)
+
+    def _start_of(self, block: Enclosed, final: bool) -> int | None:
+        """Return where blocks of one kind begin; see `_enclosed_start`."""
+        assert self.thought is not None
+        text, start = self._pending, self._pending.find(block.opening)
+        if block.closing is None:
+            return start if start >= 0 else None
+        at = start
+        while at >= 0:
+            begun = text[at + len(block.opening) :].lstrip()
+            close = text.find(block.closing, at)
+            if close < 0 and block.first.startswith(begun[:1]):
+                return None if final else start
+            behind = at + len(block.opening) if close < 0 else close + len(block.closing)
+            rest = text[behind:].lstrip()
+            if begun.startswith(block.first):
+                if not rest:
+                    return start
+                if rest.startswith(block.opening):
+                    at = len(text) - len(rest)
+                    continue
+                if not final and any(
+                    each.startswith(rest) for each in (block.opening, *self.thought.closes)
+                ):
+                    return start
+            else:
+                behind = at + len(block.opening)
+            start = at = text.find(block.opening, behind)
+        return None
 
     def _begin_answer(self, final: bool) -> None:
         """Drop the ends of lines that belong to the closing tag, and a tag before the answer."""

@@ -48,8 +48,11 @@ class Turn:
     prompt_text: str | None
 
     def parser(self, service: Service) -> ToolCallParser | None:
-        """Return what finds calls in the answer; None: no functions were offered."""
-        if not self.functions:
+        """Return what finds calls in the answer; None: it has none, and no headers.
+
+        No functions were offered then, and the format has no headers that are not told.
+        """
+        if not self.functions and not service.tools.format.headers:
             return None
         params = self.job.params
         return service.tools.parser(
@@ -104,8 +107,8 @@ class Turn:
         )
         if chat.reasoning_control and service.closes_thoughts:
             thinking = replace(thinking, is_closed=True)
-        if functions and params.structured_outputs is None:  # a form begins behind a closing tag
-            thinking = thinking.ending_before(service.tools.format.ends_thought)
+        if params.structured_outputs is None:  # a form begins behind a closing tag
+            thinking = thinking.ending_with(service.tools.format if functions else None)
         told = left if chat.return_prompt_text else None
         interval = chat.stream_interval or service.stream_interval
         job = Job([prompt], thinking.before(params), options, unique(name), interval)

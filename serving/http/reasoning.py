@@ -11,7 +11,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
 from onnxport.serving.http.job import Job, Run, Usage
 from onnxport.serving.http.service import Service, Tokenizer
-from onnxport.serving.http.tool_formats.base import Functions
+from onnxport.serving.http.tool_formats.base import Functions, ToolFormat
 from onnxport.serving.http.tool_formats.cursor import hidden_places, longest_partial, without
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
@@ -36,6 +36,7 @@ class Thinking:
         spelled: special tokens that have to be in the text.
         budget: of requests that give none.
         is_closed: whether a client may close a thought while it is open.
+        answers: see `ReasoningFormat`.
         is_parted: whether it is told apart; else it is a part of the content.
     """
 
@@ -48,6 +49,7 @@ class Thinking:
     budget: int | None = None
     is_parted: bool = True
     is_closed: bool = False
+    answers: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -97,6 +99,7 @@ class Thinking:
             tuple(one for one in ids if one is not None),
             service.thinking_token_budget if is_limited else None,
             is_parted,
+            answers=known.answers,
         )
 
     @property
@@ -104,11 +107,13 @@ class Thinking:
         """What is told apart; None: nothing is."""
         return self.thought if self.is_parted else None
 
-    def ending_before(self, texts: tuple[str, ...]) -> Thinking:
-        """Return what is done where these texts, too, end a thought, and begin the answer."""
+    def ending_with(self, calls: ToolFormat | None) -> Thinking:
+        """Return what is done where what begins an answer, or calls of a format, ends a thought."""
         if not isinstance(self.thought, Thought):
             return self
-        return replace(self, thought=replace(self.thought, ends_before=texts))
+        before = self.answers + (calls.ends_thought if calls else ())
+        blocks = calls.ends_thought_with if calls else ()
+        return replace(self, thought=replace(self.thought, ends_before=before, ends_with=blocks))
 
     def before(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that let reasoning come before the form they ask for, and bound it.

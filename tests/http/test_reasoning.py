@@ -248,6 +248,26 @@ def test_several_answers(thinker: RunningServer) -> None:
         assert usage["completion_tokens_details"]["reasoning_tokens"] == tokens
 
 
+@pytest.mark.parametrize("thinks", [None, True])
+def test_a_call_that_nothing_follows_ends_a_thought(
+    thinker: RunningServer, thinks: bool | None
+) -> None:
+    loose = {"type": "function", "function": {"name": "add", "parameters": POINT}}
+    ask = body(f"<think>\nI call.\n{GOOD}", thinks, tools=[loose])
+    [choice] = whole(thinker, ask)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("I call.", None)
+    assert [each["function"]["arguments"] for each in choice["message"]["tool_calls"]] == [
+        '{"x": 1}'
+    ]
+    chunks = streamed(thinker, ask)
+    assert (joined(chunks, "reasoning"), joined(chunks, "content")) == ("I call.", "")
+    calls = [each for one in chunks for each in one["choices"] if each["delta"].get("tool_calls")]
+    assert len(calls) == 1
+    [choice] = whole(thinker, {**ask, "tools": None})["choices"]
+    assert choice["message"]["reasoning"] == f"I call.\n{GOOD}"
+
+
 def test_calls_are_behind_the_reasoning(thinker: RunningServer) -> None:
     loose = {"type": "function", "function": {"name": "add", "parameters": POINT}}
     for tool in (TOOL, loose):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from onnxport.serving.thoughts import Enclosed
+
 # Places in `Written.call`.
 NAME, QUOTED, ID, ARGUMENTS = "{name}", "{quoted}", "{id}", "{arguments}"
 BREAK = "{break}"  # the end of a line that models may leave out, in any text of `Written`
@@ -194,6 +196,9 @@ class ToolFormat:
             is not missing there.
         ends_thought: texts before calls that end a thought which was not closed: none speaks of
             them.
+        ends_thought_with: blocks of calls that end such a thought where nothing follows them, since
+            thoughts may speak of them.
+        of_template: returns the format of a template that is recognized, where that names tags.
     """
 
     name: str
@@ -211,6 +216,8 @@ class ToolFormat:
     new_id: Callable[[], str] = long_id
     exact: Reader | None = None
     ends_thought: tuple[str, ...] = ()
+    ends_thought_with: tuple[Enclosed, ...] = ()
+    of_template: Callable[[str], ToolFormat] | None = None
 
     def id_of(self, call: ParsedCall) -> str:
         """Return the id of a call: the model's own, or a new one."""

@@ -65,6 +65,7 @@ def _action(name: str, recognizes: Callable[[str], bool]) -> ToolFormat:
             f'{{"tool_call_id": "{ID}", "tool_name": {QUOTED}, "parameters": {ARGUMENTS}}}',
             between_calls=",\n    ",
         ),
+        ends_thought=(OPEN,),
         recognizes=recognizes,
     )
 

@@ -183,6 +183,7 @@ def _gemma(opening: str, closing: str, literals: Literals, name: str) -> ToolFor
         read=GemmaReader(opening, closing, quote, literals.holds_any),
         written=Written(opening, closing, literals.call, between_blocks=""),
         literals=literals,
+        ends_thought=(opening,),
         recognizes=lambda template: opening in template and quote in template,
     )
 

@@ -24,6 +24,7 @@ from onnxport.serving.http.tool_formats.cursor import (
     longest_partial,
 )
 from onnxport.serving.http.tool_formats.json_calls import call_of
+from onnxport.serving.thoughts import Enclosed
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -81,5 +82,6 @@ HERMES = ToolFormat(
     further=(CLOSE,),
     read=read,
     written=Written(f"{OPEN}{BREAK}", f"{BREAK}{CLOSE}", between_blocks=BREAK),
+    ends_thought_with=(Enclosed(OPEN, "{", CLOSE),),
     recognizes=lambda template: CLOSE in template,
 )

@@ -1,4 +1,4 @@
-"""Hunyuan 3's calls, which are GLM's in tags of other names, with a pair around all of an answer.
+"""Hunyuan 3's and 4's calls, which are GLM's in tags of other names, with a pair around all.
 
     <tool_calls:opensource>
     <tool_call:opensource>f<tool_sep:opensource>
@@ -7,73 +7,48 @@
     </tool_call:opensource>
     </tool_calls:opensource>
 
-The suffix is of the release; there may be none. Source: the model's chat template, and
-what vLLM reads.
+The suffix is of the release, and the chat template says it; there may be none. Hunyuan 4 has no
+`<tool_sep>`. Source: the chat template of Hunyuan 3, and what vLLM reads of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Final
+import re
+from functools import cache
+from typing import Final
 
-from onnxport.serving.http.tool_formats.base import (
-    JSON_CALL,
-    Block,
-    Functions,
-    Reader,
-    TaggedCall,
-    ToolFormat,
-    Written,
-)
-from onnxport.serving.http.tool_formats.cursor import Cursor
-from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
+from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.tag_sections import sectioned
 from onnxport.serving.http.tool_formats.xml_calls import Tags
+from onnxport.serving.tag_suffix import suffix_of
 
 RELEASE: Final = ":opensource"
 NAMES: Final = ("tool_calls", "tool_call", "arg_key", "arg_value")
+SEPARATOR: Final = "<tool_sep"
+SIGNS: Final = ("<tool_calls", "<arg_key")
+_OF_LATER: Final = re.compile(r"<tool_calls[:{>]")
 
 
-SIGNS: Final = ("<tool_sep", "<arg_key")
+@cache
+def _hy(name: str, suffix: str) -> ToolFormat:
+    """Return the format of the tags of a release."""
+    is_third = name == "hy_v3"
+    separator = f"{SEPARATOR}{suffix}>" if is_third else ""
+    section, call, key, value = ((f"<{each}{suffix}>", f"</{each}{suffix}>") for each in NAMES)
 
+    def recognizes(template: str) -> bool:
+        if is_third:
+            return suffix in template and SEPARATOR in template and SIGNS[1] in template
+        return all(each in template for each in SIGNS) and _OF_LATER.search(template) is not None
 
-def _hy3(suffix: str, sign: str) -> ToolFormat:
-    """Return the format of the tags with a suffix, of templates with a sign beside `SIGNS`."""
-    separator = f"<tool_sep{suffix}>"
-    calls, call, key, value = ((f"<{each}{suffix}>", f"</{each}{suffix}>") for each in NAMES)
-    tags = Tags(call, ("", separator), key, value)
-
-    def reader(tags: Tags) -> Reader:
-        def read(text: str, start: int, final: bool, functions: Functions) -> Block:
-            cursor = Cursor(text, start, final)
-            is_opened, behind = open_call(cursor, calls[0], call[0])
-            if not is_opened:
-                return Block(behind)
-            found = tags(text, cursor.at - len(call[0]), final, functions)
-            if not found.calls:
-                return found
-            return replace(found, end=ends_behind(text, found.end, final, [calls[1]]))
-
-        return read
-
-    def tagged(name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
-        inner = tags.written(name, parameters)
-        return inner and TaggedCall(
-            f"{call[0]}{inner.before}", inner.arguments, f"{inner.behind}{call[1]}\n"
-        )
-
-    return ToolFormat(
-        "hy_v3",
-        markers=(calls[0], call[0]),
-        further=(calls[1], call[1], separator, *key, *value),
-        read=reader(tags),
-        written=Written(
-            f"{calls[0]}\n", calls[1], f"{call[0]}\n{JSON_CALL}\n{call[1]}\n", between_calls=""
-        ),
-        tagged=tagged,
-        exact=reader(replace(tags, is_exact=True)),
-        recognizes=lambda template: sign in template and all(each in template for each in SIGNS),
+    return sectioned(
+        name,
+        section,
+        Tags(call, ("", separator), key, value),
+        recognizes,
+        line="\n" if is_third else "",
+        of_template=lambda template: _hy(name, suffix_of(template, NAMES[2])),
     )
 
 
-HY3, HY3_PLAIN = _hy3(RELEASE, RELEASE), _hy3("", "")
+HY3, HY3_PLAIN, HY4 = _hy("hy_v3", RELEASE), _hy("hy_v3", ""), _hy("hy_v4", "")

@@ -1,5 +1,7 @@
 """Calls in tags whose attributes are the names: DeepSeek V3.2 to V4.1, MiniMax M2, MiniCPM5, Step3.
 
+Those of dots are MiniMax M2's in `<dots_function_call>`.
+
     <minimax:tool_call>                            <｜DSML｜function_calls>
     <invoke name="f">                              <｜DSML｜invoke name="f">
     <parameter name="a">1</parameter>              <｜DSML｜parameter name="a" string="false">1</…>
@@ -13,7 +15,7 @@ value whether it is text, or JSON; with the others the function's parameters do,
 Step3's `<steptml:invoke name="f">` stands in special tokens. MiniCPM5 puts a text in CDATA where it
 has a sign of XML or several lines. Where parameters ask for what tags cannot hold, the arguments of
 forced calls are JSON in the tags of the call. Source: the models' chat templates, and what vLLM
-reads of Step3 and DeepSeek V4.1.
+reads of Step3, DeepSeek V4.1 and dots.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ from onnxport.serving.http.tool_formats.base import (
     Written,
 )
 from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete, json_value
-from onnxport.serving.http.tool_formats.json_calls import call
+from onnxport.serving.http.tool_formats.json_calls import call, call_of
 from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
-from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
+from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of, written_value
 from onnxport.serving.http.tool_formats.xml_calls import (
     NAME_IN_TAG,
     Arguments,
@@ -49,7 +51,6 @@ from onnxport.serving.http.tool_formats.xml_calls import (
     in_python,
     schemas_of,
     text_before,
-    written_value,
 )
 from onnxport.serving.structured.schema import ANNOTATIONS
 
@@ -70,6 +71,7 @@ class Invokes:
         says_type: whether an argument says whether it is text or JSON.
         has_cdata: whether texts may stand in CDATA; other values are as Python writes them.
         line: behind each tag, where the template ends a line.
+        takes_json: whether a block may hold a call in JSON.
         is_exact: whether no closing tag of a value is missing.
     """
 
@@ -80,12 +82,15 @@ class Invokes:
     has_cdata: bool = False
     line: str = BREAK
     is_exact: bool = False
+    takes_json: bool = False
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the call that begins at `start`, with what opens or closes all; see `Reader`."""
         before, behind, end = self.call
         cursor = Cursor(text, start, final)
         is_opened, opened = open_call(cursor, self.block[0], before)
+        if self.takes_json and not is_opened and cursor.next() == "{":
+            return self._in_json(text, cursor, final, functions)
         name = cursor.take(*functions) if is_opened else None
         if name is None or not cursor.take(behind):
             return Block(opened)
@@ -98,6 +103,14 @@ class Invokes:
             return Block(opened, seen=cursor.seen)
         ends = filter(None, [self.block[1]])
         return Block(ends_behind(text, cursor.at, final, ends), (found,))
+
+    def _in_json(self, text: str, cursor: Cursor, final: bool, functions: Functions) -> Block:
+        """Return the call in JSON that stands in an opened block, with what closes that."""
+        none = Block(cursor.at)
+        found = call_of(cursor.json(), functions)
+        if found is None:
+            return replace(none, seen=cursor.seen)
+        return Block(ends_behind(text, cursor.at, final, self.block[1:]), (found,))
 
     def _arguments(self, cursor: Cursor, parameters: Mapping[str, Any]) -> Any:
         """Go past the arguments, and the end of the call; None: they are none."""
@@ -294,6 +307,12 @@ MINIMAX_M2 = Invokes(
     ('<invoke name="', '">', "</invoke>"),
     ('<parameter name="', "</parameter>"),
 ).format("minimax_m2", ("<minimax:tool_call>",))
+DOTS = Invokes(
+    ("<dots_function_call>", "</dots_function_call>"),
+    ('<invoke name="', '">', "</invoke>"),
+    ('<parameter name="', "</parameter>"),
+    takes_json=True,
+).format("dots", ("<dots_function_call>",))
 MINICPM5 = Invokes(
     ("", ""),
     ('<function name="', '">', "</function>"),

@@ -30,12 +30,11 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
 from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
-from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of
+from onnxport.serving.http.tool_formats.tagged_values import TEXT, types_of, value_of, written_value
 from onnxport.serving.http.tool_formats.xml_calls import (
     arguments_of,
     schemas_of,
     text_before,
-    written_value,
 )
 from onnxport.serving.structured.schema import ANNOTATIONS
 
@@ -166,5 +165,6 @@ KIMI_K3 = ToolFormat(
         between_calls="",
     ),
     tagged=written,
+    ends_thought=SECTION[:1],
     recognizes=lambda template: OPEN in template and "open_tag('tools')" in template,
 )

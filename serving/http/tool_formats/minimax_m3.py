@@ -31,8 +31,13 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
 from onnxport.serving.http.tool_formats.sections import ends_behind, open_call
-from onnxport.serving.http.tool_formats.tagged_values import referred, types_of, value_of
-from onnxport.serving.http.tool_formats.xml_calls import arguments_of, written_value
+from onnxport.serving.http.tool_formats.tagged_values import (
+    referred,
+    types_of,
+    value_of,
+    written_value,
+)
+from onnxport.serving.http.tool_formats.xml_calls import arguments_of
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 SIGN: Final = "]<]minimax[>["

@@ -25,6 +25,7 @@ from onnxport.serving.http.tool_formats.base import (
 )
 from onnxport.serving.http.tool_formats.cursor import Cursor
 from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
+from onnxport.serving.thoughts import Enclosed
 
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 ID_LENGTH = 9
@@ -67,6 +68,7 @@ def _mistral(written: Written, signs: tuple[str, ...]) -> ToolFormat:
         written=written,
         recognizes=lambda template: all(sign in template for sign in signs),
         new_id=new_id,
+        ends_thought_with=(Enclosed(OPEN),),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from onnxport.serving.http.tool_formats.base import ToolFormat, Written
 from onnxport.serving.http.tool_formats.json_calls import JsonReader
+from onnxport.serving.thoughts import Enclosed
 
 OPEN, CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 
@@ -16,5 +17,6 @@ NEMOTRON = ToolFormat(
     further=(CLOSE,),
     read=JsonReader((OPEN,), closing=CLOSE),
     written=Written(f"{OPEN}[", f"]{CLOSE}", between_calls=", "),
+    ends_thought_with=(Enclosed(OPEN, "[", CLOSE),),
     recognizes=lambda template: f"{OPEN}[" in template,
 )

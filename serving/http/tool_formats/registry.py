@@ -17,15 +17,17 @@ from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOK
 from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.hunyuan import HUNYUAN
-from onnxport.serving.http.tool_formats.hy3 import HY3, HY3_PLAIN
+from onnxport.serving.http.tool_formats.hy3 import HY3, HY3_PLAIN, HY4
 from onnxport.serving.http.tool_formats.invoke_calls import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
     DEEPSEEK_V41,
+    DOTS,
     MINICPM5,
     MINIMAX_M2,
     STEP3,
 )
+from onnxport.serving.http.tool_formats.k2_horizon import K2_HORIZON
 from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
 from onnxport.serving.http.tool_formats.kimi_k3 import KIMI_K3
 from onnxport.serving.http.tool_formats.lfm2 import LFM2
@@ -38,9 +40,11 @@ from onnxport.serving.http.tool_formats.mistral import (
     MISTRAL_NAME,
     MISTRAL_SPACED,
 )
+from onnxport.serving.http.tool_formats.muse import MUSE
 from onnxport.serving.http.tool_formats.nemotron import NEMOTRON
 from onnxport.serving.http.tool_formats.olmo3 import OLMO3
 from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
+from onnxport.serving.http.tool_formats.plamo3 import PLAMO3
 from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
 from onnxport.serving.http.tool_formats.solar import SOLAR
 from onnxport.serving.http.tool_formats.tagged_json import GRANITE_20B, INTERNLM, LONGCAT
@@ -60,6 +64,10 @@ FORMATS: tuple[ToolFormat, ...] = (
     SOLAR,
     HY3,
     HY3_PLAIN,
+    HY4,
+    K2_HORIZON,
+    PLAMO3,
+    MUSE,
     HUNYUAN,
     NEMOTRON,
     FUNCTIONARY_TAG,
@@ -79,6 +87,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     MINIMAX_M3,
     MINIMAX_M2,
     MINIMAX,
+    DOTS,
     MINICPM5,
     GIGACHAT31,
     GIGACHAT3,
@@ -110,10 +119,13 @@ SAME: Mapping[str, str] = {  # vLLM's names of what is read as another format
     "ling3": "glm45",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
+    "muse_glimmer": "muse",
+    "musespark1x": "muse",
     "poolside_v1": "glm45",
     "qwen3_json": "hermes",
     "qwen3_xml": "qwen3_coder",
     "step3p5": "qwen3_coder",
+    "step5": "qwen3_coder",
 }
 KNOWN = tuple(sorted((*NAMES, *SAME)))
 
@@ -126,7 +138,8 @@ def recognized(template: str, name: str = AUTO) -> ToolFormat | None:
         name: among the variants of one format alone; AUTO: among all.
     """
     among = (each for each in FORMATS if name in (AUTO, each.name))
-    return next((each for each in among if each.recognizes(template)), None)
+    found = next((each for each in among if each.recognizes(template)), None)
+    return found.of_template(template) if found and found.of_template else found
 
 
 def named(name: str, template: str) -> ToolFormat:

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from onnxport.serving.http.tool_formats.cursor import json_value
+from onnxport.serving.structured.schema import ANNOTATIONS
 
 TEXT: Final = {"string"}
 MOST_REFERRED: Final = 8  # schemas, each of which refers to the next one
 _WHOLE: Final = {"integer", "number"}
 _ZEROS: Final = re.compile("-?0+[0-9]{1,99}")  # before a number, which JSON does not take
+_ANY_TEXT: Final = {"string", "number", "boolean", "null"}  # each of them, with nothing else asked
 _NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
     str: ("string",),
     bool: ("boolean",),
@@ -24,6 +26,7 @@ _NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
     dict: ("object",),
     type(None): ("null",),
 }
+TYPES: Final = frozenset(name for names in _NAMES.values() for name in names)
 
 
 def value_of(text: str, types: set[str]) -> Any:
@@ -104,3 +107,41 @@ def named_types(schema: Any) -> set[str]:
     if not isinstance(values, list):
         return set()
     return {name for each in values for name in _NAMES.get(type(each), ())[:1]}
+
+
+def written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
+    """Return what a value may be, as `Tagged` has it; no texts at all: that cannot be said."""
+    if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
+        return ()
+    types = types_of(schema, {})
+    if types and "string" not in types:
+        return schema
+    if _may_be_any_text(schema):
+        return None
+    asked = set(schema) - set(ANNOTATIONS)
+    if asked <= {"type", "enum", "const"}:
+        texts = (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ()))
+        if len(asked & {"enum", "const"}) == 1 and all(_is_kept(each, schema) for each in texts):
+            return texts
+    return ()
+
+
+def _may_be_any_text(schema: Mapping[str, Any]) -> bool:
+    """Whether any text fits a schema: it is a string, or what `value_of` else makes of it."""
+    asked = set(schema) - set(ANNOTATIONS)
+    among = schema[asked.pop()] if len(asked) == 1 and asked <= {"anyOf", "oneOf"} else [schema]
+    types: set[str] = set()
+    for each in among:
+        if not isinstance(each, Mapping) or set(each) - {"type", *ANNOTATIONS}:
+            return False
+        types |= named_types(each)
+    return "string" in types and types <= _ANY_TEXT
+
+
+def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is a text that is read as it is written, and has no tag in it."""
+    return (
+        isinstance(value, str)
+        and "<" not in value
+        and value_of(value, types_of(schema, {})) == value
+    )

@@ -15,7 +15,6 @@ Source: the models' chat templates.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +32,13 @@ from onnxport.serving.http.tool_formats.base import (
 from onnxport.serving.http.tool_formats.cursor import Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
 from onnxport.serving.http.tool_formats.sections import ends_behind
-from onnxport.serving.http.tool_formats.tagged_values import TEXT, named_types, types_of, value_of
+from onnxport.serving.http.tool_formats.tagged_values import (
+    TEXT,
+    TYPES,
+    types_of,
+    value_of,
+    written_value,
+)
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 Arguments = list[tuple[str, Any]]  # names and values, in their order
@@ -42,7 +47,6 @@ _TAG: Final = re.compile(r"</?\w+>")
 _FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
 TEXT_SCHEMA: Final = {"type": "string"}
 _IN_PYTHON: Final = {"boolean": ("True", "False"), "null": ("None",)}
-_ANY_TEXT: Final = {"string", "number", "boolean", "null"}  # each of them, with nothing else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Tags:
         name: before the function's name and behind it; the second may be a space.
         key: around the name of an argument.
         value: around its value; the first may be empty.
+        kind: around the type of its value, which may stand between both; empty: nowhere.
         end: of the function; empty: that of the block is.
         own_lines: whether a value stands on lines of its own.
         is_python: whether the template writes values as Python does.
@@ -68,6 +73,7 @@ class Tags:
     own_lines: bool = False
     is_python: bool = False
     is_exact: bool = False
+    kind: tuple[str, str] = ("", "")
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that begins at `start`; see `Reader`.
@@ -165,6 +171,7 @@ class Tags:
                 cursor.at -= 0 if ended == self.end else len(ended)
                 return found
             key = cursor.until(self.key[1])
+            kind = self._kind(cursor)
             if self.value[0]:
                 cursor.skip_space()
                 if not cursor.take(self.value[0]):
@@ -172,17 +179,29 @@ class Tags:
             if key is None:
                 return None
             left.discard(key)
-            types = types_of(schemas.get(key), parameters)
+            types = types_of(schemas.get(key), parameters) or kind
             value = self._text(cursor, types, begins, left)
             if value is None:
                 return None
             found.append((key, value_of(value, types)))
+
+    def _kind(self, cursor: Cursor) -> set[str]:
+        """Go past the type that stands before a value, and return it; empty: there is none."""
+        opening, closing = self.kind
+        if not opening:
+            return set()
+        cursor.skip_space()
+        told = cursor.until(closing) if cursor.take(opening) else None
+        return set() if told is None else {told.partition("[")[0].strip().lower()} & TYPES
 
     def _begins(self) -> re.Pattern[str]:
         """Return what begins an argument within a value; see `text_before`."""
         before, behind = map(re.escape, self.key)
         line = "\n" if self.own_lines else "\n?"
         value = rf"\s*{re.escape(self.value[0])}" if self.value[0] else ""
+        if self.kind[0]:
+            opening, closing = map(re.escape, self.kind)
+            value = rf"(?:\s*{opening}[^<>]*{closing})?{value}"
         return re.compile(f"{line}{before}({NAME_IN_TAG}){behind}{value}")
 
     def _text(
@@ -302,44 +321,6 @@ def in_python(written: Tagged, schema: Any) -> Tagged | None:
     return replace(written, value=told) if is_plain else None
 
 
-def written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
-    """Return what a value may be, as `Tagged` has it; no texts at all: that cannot be said."""
-    if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
-        return ()
-    types = types_of(schema, {})
-    if types and "string" not in types:
-        return schema
-    if _may_be_any_text(schema):
-        return None
-    asked = set(schema) - set(ANNOTATIONS)
-    if asked <= {"type", "enum", "const"}:
-        texts = (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ()))
-        if len(asked & {"enum", "const"}) == 1 and all(_is_kept(each, schema) for each in texts):
-            return texts
-    return ()
-
-
-def _may_be_any_text(schema: Mapping[str, Any]) -> bool:
-    """Whether any text fits a schema: it is a string, or what `value_of` else makes of it."""
-    asked = set(schema) - set(ANNOTATIONS)
-    among = schema[asked.pop()] if len(asked) == 1 and asked <= {"anyOf", "oneOf"} else [schema]
-    types: set[str] = set()
-    for each in among:
-        if not isinstance(each, Mapping) or set(each) - {"type", *ANNOTATIONS}:
-            return False
-        types |= named_types(each)
-    return "string" in types and types <= _ANY_TEXT
-
-
-def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is a text that is read as it is written, and has no tag in it."""
-    return (
-        isinstance(value, str)
-        and "<" not in value
-        and value_of(value, types_of(schema, {})) == value
-    )
-
-
 def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
     opening, closing = tags.block
     return ToolFormat(
@@ -357,7 +338,7 @@ def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
         ),
         tagged=tags.written,
         exact=replace(tags, is_exact=True),
-        ends_thought=(opening,) if opening == TOOL_CALL[0] else (),  # as with vLLM
+        ends_thought=(opening,),  # as with vLLM
         recognizes=lambda template: sign in template,
     )
 

@@ -100,11 +100,12 @@ def add_api_options(group: argparse._ArgumentGroup) -> None:
         metavar="FORMAT",
         help="how the model writes tool calls: apertus, cohere_command3, cohere_command4, "
         "cohere_command_r, deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, "
-        "deepseek_v41, functionary_v3_1, functionary_v3_2, functiongemma, gemma4, gigachat3, glm4, "
-        "glm45, granite, granite-20b-fc, hermes, hunyuan_a13b, hy_v3, internlm, kimi_k2, kimi_k3, "
-        "lfm2, llama3_json, longcat, mimo, minicpm5, minimax, minimax_m2, minimax_m3, mistral, "
-        "nemotron_json, olmo3, openai, phi4_mini_json, pythonic, qwen3_coder, seed_oss, "
-        "solar_open, step3, xlam, or another name of vLLM's (auto: as its chat template says)",
+        "deepseek_v41, dots, functionary_v3_1, functionary_v3_2, functiongemma, gemma4, "
+        "gigachat3, glm4, glm45, granite, granite-20b-fc, hermes, hunyuan_a13b, hy_v3, "
+        "hy_v4, internlm, k2_horizon, kimi_k2, kimi_k3, lfm2, llama3_json, longcat, mimo, "
+        "minicpm5, minimax, minimax_m2, minimax_m3, mistral, muse, nemotron_json, olmo3, "
+        "openai, phi4_mini_json, plamo3, pythonic, qwen3_coder, seed_oss, solar_open, "
+        "step3, xlam, or another name of vLLM's (auto: as its chat template says)",
     )
     group.add_argument(
         "--infill-tokens",
