@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from onnxport.errors import CheckpointError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, check_heads
 from onnxport.exporter.ungatedconfig import ungated_spec
 from onnxport.graphs.spec import ArchSpec
@@ -60,6 +60,19 @@ def gpt_config(config: Config) -> Config:
     if not found.has("intermediate_size"):
         found = found.replaced(intermediate_size=4 * found.require("hidden_size", int))
     return found
+
+
+def check_own_heads(config: Config, spec: ArchSpec) -> ArchSpec:
+    """The spec, if each head has keys and values of its own and heads share a token's width.
+
+    Raises UnsupportedModelError.
+    """
+    if spec.num_kv_heads != spec.num_heads:
+        raise UnsupportedModelError(
+            f"{config.path}: num_key_value_heads is {spec.num_kv_heads}; of {spec.family} each of "
+            f"{spec.num_heads} heads has keys and values. Remove it."
+        )
+    return check_heads(config, spec)
 
 
 def learned_spec(config: Config, **differences: Any) -> ArchSpec:

@@ -7,7 +7,7 @@ from typing import Final
 
 from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.learnedconfig import gpt_config, learned_spec
+from onnxport.exporter.learnedconfig import check_own_heads, gpt_config, learned_spec
 from onnxport.graphs.spec import ArchSpec
 
 # Buffers of the causal mask, which older releases of transformers stored.
@@ -43,7 +43,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         epsilon="layer_norm_epsilon",
     )
     return replace(
-        spec,
+        check_own_heads(config, spec),
         attention_scale=None if config.get("scale_attn_weights", bool, True) else 1.0,
         inverse_layer_scale=config.get("scale_attn_by_inverse_layer_idx", bool, False) or None,
     )

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.config import Config, check_heads
+from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gpt2 import NAMES
-from onnxport.exporter.learnedconfig import gpt_config
+from onnxport.exporter.learnedconfig import check_own_heads, gpt_config
 from onnxport.exporter.ungatedconfig import ungated_spec
 from onnxport.graphs.spec import ArchSpec
 
@@ -27,7 +27,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     head = values.require("hidden_size", int) // heads
     size = config.get("rotary_dim", int, head if config.is_null("rotary_dim") else 64)
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": size / head}
-    spec = check_heads(
+    spec = check_own_heads(
         config,
         ungated_spec(
             values,

@@ -8,7 +8,7 @@ from typing import Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.learnedconfig import learned_spec, renamed
+from onnxport.exporter.learnedconfig import check_own_heads, learned_spec, renamed
 from onnxport.graphs.spec import ArchSpec
 
 _KEYS: Final = {"hidden_act": "activation_function", "intermediate_size": "ffn_dim"}
@@ -56,7 +56,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     )
     size = config.get("word_embed_proj_dim", int, spec.hidden_size)
     return replace(
-        spec,
+        check_own_heads(config, spec),
         embedding_size=None if size == spec.hidden_size else size,
         stream_norms=None if before else True,
         no_final_norm=True if is_removed or not before else None,

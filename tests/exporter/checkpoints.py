@@ -1000,7 +1000,7 @@ CASES: Mapping[str, Case] = {
         "starcoder2",
         {"use_bias": False, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": True},
     ),
-    "opt": Case("opt", {**_OPT, "max_position_embeddings": 40}, torch.bfloat16, shards=True),
+    "opt": Case("opt", _OPT, torch.bfloat16, shards=True),
     "opt-350m": Case(  # norms of the stream, and products around a narrower embedding
         "opt", {**_OPT, "word_embed_proj_dim": 48, "do_layer_norm_before": False}
     ),
@@ -1011,10 +1011,10 @@ CASES: Mapping[str, Case] = {
             "activation_function": "gelu",
             "enable_bias": False,
             "_remove_final_layer_norm": True,
-            "word_embed_proj_dim": 48,
         },
     ),
     "gpt2": Case("gpt2", _GPT2, torch.bfloat16, centres=_GPT_NORMS),
+    "gpt2-plain": Case("gpt2", {**_GPT2, "tie_word_embeddings": False}, centres=_GPT_NORMS),
     "gpt2-scales": Case(
         "gpt2",
         {
