@@ -40,12 +40,18 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
             f"{config.path}: {_AFFINE} is False, LayerNorms without weights, which is not "
             "supported; published models have True."
         )
+    epsilon = config.get(_EPSILON, float, 1e-5)
+    if epsilon != 1e-5:
+        raise UnsupportedModelError(
+            f"{config.path}: {_EPSILON} is {epsilon}; transformers does not read it, and computes "
+            "with 1e-05. Remove it."
+        )
     biased = config.get("enable_bias", bool, True)
     before = config.get("do_layer_norm_before", bool, True)
     # Fine-tuned models of before July 2022 lack the final norm, and say so.
     is_removed = config.get("_remove_final_layer_norm", bool, False)
     spec = learned_spec(
-        renamed(config, _KEYS).replaced(**{_EPSILON: 1e-5}),
+        renamed(config, _KEYS).replaced(**{_EPSILON: epsilon}),
         default="relu",
         family="opt",
         qkv_bias=biased,
