@@ -21,10 +21,12 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.ngram import NgramDrafter
 from tests.conformance.models import step
 from tests.exporter import checkpoints
 from tests.providers import state_adapters
 from tests.providers.models import opened
+from tests.serving.speculating import Eager
 
 KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernel was not built")
 OPENVINO = pytest.mark.skipif(
@@ -84,10 +86,13 @@ def test_speculated_tokens_have_their_positions(
     prompt = [*TOKENS[:8], *TOKENS[:8], *TOKENS[:8]]
     params = SamplingParams(temperature=0.0, max_tokens=128 - len(prompt), ignore_eos=True)
 
-    def generate(speculation: SpeculationConfig | None) -> tuple[list[int], int]:
+    def generate(*, guesses: bool) -> tuple[list[int], int]:
+        speculator = None
+        if guesses:
+            told = SpeculationConfig("ngram", num_speculative_tokens=4)
+            speculator = Eager(NgramDrafter(3, 1), told)
         with opened(path, "custom") as model:
-            config = EngineConfig(4, 512, enable_prefix_caching=False, speculation=speculation)
-            engine = Engine(model, config=config)
+            engine = Engine(model, None, EngineConfig(4, 64), speculator=speculator)
             with pytest.raises(CapacityError, match="the context length is 128 tokens"):
                 engine.prepare("longer", [*prompt, 5], params)
             engine.submit(engine.prepare("one", prompt, params))
@@ -99,8 +104,8 @@ def test_speculated_tokens_have_their_positions(
             engine.close()
         return tokens, steps
 
-    plain, steps = generate(None)
-    guessed, fewer = generate(SpeculationConfig("ngram", num_speculative_tokens=4))
+    plain, steps = generate(guesses=False)
+    guessed, fewer = generate(guesses=True)
     assert len(plain) == 128 - len(prompt)
     assert guessed == plain
     assert fewer < steps
