@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
+from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
 from onnxport.errors import ArtifactError, CheckpointError, UnsupportedModelError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.positions import stream
+from onnxport.graphs import contract as names
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.spec import ArchSpec
 from tests.exporter import checkpoints
 from tests.exporter.configs import read, respelled
@@ -187,6 +194,49 @@ def test_a_table_is_as_long_as_contexts_may_be() -> None:
     spec = read(config("gpt2"))
     with pytest.raises(ArtifactError, match="is 512, and learned_positions are 100"):
         ArchSpec.from_json({**spec.to_json(), "learned_positions": 100})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotated_layers": None}, "learned_positions do not go with RoPE"),
+        ({"learned_positions": 0}, "learned_positions must be positive"),
+        ({"embedding_size": 0}, "embedding_size must be positive"),
+        ({"stream_norms": True, "layer_norms": None, "norm_biases": None}, "are LayerNorms"),
+        ({"stream_norms": True, "parallel_layers": True}, "does not go with parallel_layers"),
+        ({"stream_scale": 2.0}, "learned_positions does not go with stream_scale"),
+        ({"no_final_norm": True, "logits_scale": 2.0}, "logits_scale is of the final norm"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(read(config("gpt2")), **changes)
+
+
+def test_tokens_that_pad_a_step_stay_within_the_table() -> None:
+    """Two sequences, the second at the end of its context, and two tokens behind both."""
+    g = GraphBuilder("test")
+    g.input(names.INPUT_IDS, TensorProto.INT64, ["tokens"])
+    for name in (names.CUMULATIVE_SEQUENCE_LENGTHS, names.PAST_SEQUENCE_LENGTHS):
+        g.input(name, TensorProto.INT32, [name])
+    table = g.constant(np.arange(8, dtype=np.float32)[:, None], "table")
+    nothing = g.constant(np.zeros((1, 1), np.float32), "nothing")
+
+    def embed(_: str = "", ids: str = "") -> str:
+        return g.node("Gather", [table, ids]) if ids else nothing
+
+    spec = SimpleNamespace(learned_positions=8, embedding_size=None)
+    made = stream(SimpleNamespace(g=g, spec=spec, embed=embed), None)  # type: ignore[arg-type]
+    g.output("rows", TensorProto.FLOAT, ["tokens", 1])
+    g.node("Identity", [made], outputs=["rows"])
+    session = ort.InferenceSession(g.build().SerializeToString())
+    feeds = {
+        names.INPUT_IDS: np.zeros(7, np.int64),
+        names.CUMULATIVE_SEQUENCE_LENGTHS: np.array([0, 3, 5], np.int32),
+        names.PAST_SEQUENCE_LENGTHS: np.array([0, 6], np.int32),
+    }
+    (rows,) = session.run(None, feeds)
+    np.testing.assert_array_equal(rows[:, 0], [0, 1, 2, 6, 7, 7, 7])
 
 
 def test_the_whole_context_is_served(tmp_path: Path) -> None:
