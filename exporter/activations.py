@@ -51,13 +51,19 @@ def _gelu_tanh(x: Array) -> Array:
     return activated
 
 
+def _relu(x: Array) -> Array:
+    positive: Array = np.maximum(x, np.float32(0))
+    return positive
+
+
 def _relu_squared(x: Array) -> Array:
-    return np.square(np.maximum(x, np.float32(0)))
+    return np.square(_relu(x))
 
 
 ACTIVATIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
     "silu": silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
     "relu2": _relu_squared,
 }

@@ -408,7 +408,10 @@ def _no_weights(folder: Path) -> str:
     if ggufs:
         hint = f" It holds {_some(ggufs)}: give a GGUF file itself, such as {folder / ggufs[0]}."
     elif others:
-        hint = f" It holds {_some(others)}: convert them to safetensors first."
+        hint = (
+            f" It holds {_some(others)}: convert them to safetensors first, as transformers does: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
     return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}.{hint}"
 
 

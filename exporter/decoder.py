@@ -25,6 +25,7 @@ from onnxport.exporter.graph_parts import (
     product,
     rope_tables,
     sinks,
+    tied_head,
 )
 from onnxport.exporter.heads import Attend, Heads
 from onnxport.exporter.layer_inputs import ending, layer_inputs
@@ -36,7 +37,8 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, TOKEN_OUT
+from onnxport.exporter.positions import stream
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -53,7 +55,8 @@ from onnxport.exporter.space_layer import (
     scan_by_slots,
     state_space_layer,
 )
-from onnxport.exporter.weights import StoredMatrix, StoredWeights
+from onnxport.exporter.stream_norms import normed_stream
+from onnxport.exporter.weights import StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
@@ -75,6 +78,7 @@ class Decoder:
     scan: Scan  # of state spaces
     convolve: Convolve  # of layers that are that
     rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
+    less_one: str | None = None  # of the GQA graph: see `ops.gqa_sequence_lengths`
     kept: dict[int, tuple[str, str]] = field(default_factory=dict)  # layers' own keys and values
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
@@ -86,7 +90,9 @@ class Decoder:
         g, spec = self.g, self.spec
         if spec.altup is not None:
             return altup_body(self, spec.altup, select)
-        hidden = self.embed()
+        hidden = stream(self, self.less_one)
+        if spec.stream_norms:
+            return normed_stream(self, hidden, select)
         told = layer_inputs(self, hidden)
         delta = ""
         for layer in range(spec.num_layers):
@@ -116,7 +122,7 @@ class Decoder:
                 if told or spec.layer_scales:
                     end = ending(self, layer, hidden, delta, told[layer] if told else "")
                     hidden, delta = end, ""
-        return self.norm(hidden, delta, FINAL_NORM)
+        return self.final_norm(hidden, delta)
 
     def embed(self, role: str = EMBEDDING, ids: str = names.INPUT_IDS) -> str:
         """Rows of the embedding table, or of another one."""
@@ -181,6 +187,14 @@ class Decoder:
         if not delta:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
+
+    def final_norm(self, hidden: str, delta: str) -> tuple[str, str]:
+        """What the head reads, and the stream; both are the stream where there is no final norm."""
+        if not self.spec.no_final_norm:
+            return self.norm(hidden, delta, FINAL_NORM)
+        if delta:
+            hidden = self.g.node("Add", [hidden, delta], name="residual")
+        return self.g.node("Identity", [hidden], name=FINAL_NORM), hidden
 
     def mixed(self, layer: int, x: str) -> dict[str, str]:
         """Attention, a state, or both, by the role of what makes of it what the layer adds."""
@@ -252,8 +266,10 @@ class Decoder:
     def logits(self, normed: str) -> None:
         """The output `logits`, float32 whatever the activations are."""
         g, matrix = self.g, self.weights.matrices[HEAD]
+        if self.spec.embedding_size is not None:
+            normed = self.linear(TOKEN_OUT, normed)
         if matrix.block is None and matrix.by_rows:
-            values = self.tied_head(matrix, normed)
+            values = tied_head(g, self.weights, normed, is_flat=len(self.leading) == 1)
         else:
             values = self.linear(HEAD, normed)
         cap, name = self.spec.logits_softcap, "head.cast"
@@ -261,18 +277,6 @@ class Decoder:
             values = ops.softcap(g, ops.cast(g, values, TensorProto.FLOAT, name), cap, "head.cap")
             name = "head.capped"
         g.node("Cast", [values], outputs=[names.LOGITS], name=name, to=TensorProto.FLOAT)
-
-    def tied_head(self, matrix: StoredMatrix, normed: str) -> str:
-        """A dense table [vocab, hidden] serves the embedding and, transposed, the head."""
-        g, weight = self.g, self.g.weight(matrix.weight)
-        if len(self.leading) == 1:
-            return g.node("Gemm", [normed, weight], name=HEAD, transB=1)
-        rows = ops.reshape(g, normed, (-1, self.spec.hidden_size), "head.rows")
-        flat = g.node("Gemm", [rows, weight], name=HEAD, transB=1)
-        shape = g.node("Shape", [names.INPUT_IDS], name="head.shape")
-        vocab = g.constant(np.array([self.spec.vocab_size], np.int64), "vocab")
-        dims = g.node("Concat", [shape, vocab], name="head.dims", axis=0)
-        return g.node("Reshape", [flat, dims], name="head.unflatten")
 
 
 def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
@@ -389,6 +393,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return convolve_by_rows(g, padding, layer, inputs)
 
     rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
-    decoder = Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, rotation)
+    ways = (mix, scan, convolve)
+    decoder = Decoder(g, spec, weights, (0, 0), attend, *ways, rotation, less_one)
     decoder.logits(decoder.body(None)[0])
     return g.build()

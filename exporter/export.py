@@ -334,7 +334,7 @@ def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> Non
 
 def _check_same(checkpoint: Checkpoint, first: str, second: str, spec: ArchSpec) -> None:
     """A tied head may be stored twice, in another type, too, but not with other numbers."""
-    checkpoint.require({second: (spec.vocab_size, spec.hidden_size)})
+    checkpoint.require({second: (spec.vocab_size, spec.token_size)})
     for start in range(0, spec.vocab_size, _COMPARE_ROWS):
         stop = min(start + _COMPARE_ROWS, spec.vocab_size)
         ours, theirs = (

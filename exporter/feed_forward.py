@@ -20,6 +20,7 @@ ACTIVATIONS: Final[Mapping[str, Callable[[GraphBuilder, str], str]]] = {
     "silu": ops.silu,
     "gelu": ops.gelu,
     "gelu_tanh": ops.gelu_tanh,
+    "relu": ops.relu,
     "relu2": ops.relu_squared,
 }
 

@@ -47,6 +47,7 @@ _LLAMA: Final = (
     *("seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
     *("internlm3", "starcoder2"),
+    *("falcon", "gpt2", "gpt_bigcode", "gptj", "opt"),
     *("cwm", "granite_swa", "granitemoe_swa", "hyperclovax", "iquestcoder", "jais2", "vaultgemma"),
 )
 _TYPES: Final = {

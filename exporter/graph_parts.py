@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 from onnx import TensorProto
 
-from onnxport.exporter.plan import FINAL_NORM
+from onnxport.exporter.plan import FINAL_NORM, HEAD
 from onnxport.exporter.weights import StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
@@ -45,12 +46,26 @@ def product(
     return g.node("Add", [y, bias], name=f"{name}.bias") if bias else y
 
 
+def tied_head(g: GraphBuilder, weights: StoredWeights, x: str, *, is_flat: bool) -> str:
+    """Logits of x, where a dense table [vocab, x's columns] serves the embedding and the head."""
+    matrix = weights.matrices[HEAD]
+    weight = g.weight(matrix.weight)
+    if is_flat:
+        return g.node("Gemm", [x, weight], name=HEAD, transB=1)
+    rows = ops.reshape(g, x, (-1, matrix.columns), "head.rows")
+    flat = g.node("Gemm", [rows, weight], name=HEAD, transB=1)
+    shape = g.node("Shape", [names.INPUT_IDS], name="head.shape")
+    vocab = g.constant(np.array([matrix.rows], np.int64), "vocab")
+    dims = g.node("Concat", [shape, vocab], name="head.dims", axis=0)
+    return g.node("Reshape", [flat, dims], name="head.unflatten")
+
+
 def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
     """Attention's attributes. The window counts the query's own token, as the spec's does."""
     return ops.AttentionAttributes(
         num_heads=spec.num_heads,
         kv_num_heads=spec.heads_of(layer).num_kv_heads,
-        scale=spec.attention_scale,
+        scale=spec.scale_of(layer) if spec.inverse_layer_scale else spec.attention_scale,
         softcap=spec.attention_softcap,
         local_window_size=spec.sliding_window[layer],
         do_rotary=spec.rotates_within(layer),
@@ -67,7 +82,8 @@ def sinks(g: GraphBuilder, weights: StoredWeights, layer: int) -> str:
 
 def activation_dtype(weights: StoredWeights) -> int:
     """The element type of activations, which is that of the norms' weights."""
-    return weights.vectors[FINAL_NORM].data_type
+    norms = (weights.vectors.get(role) for role in (FINAL_NORM, "layers.0.input_norm"))
+    return next(norm.data_type for norm in norms if norm is not None)
 
 
 def declare_pools(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:

@@ -31,7 +31,7 @@ def tell_lacks(
         advice = (
             "name the folder of the model's own with --tokenizer"
             if is_gguf(folder.path)
-            else "transformers makes one of a tokenizer.model: "
+            else "transformers makes one of a tokenizer.model, or of vocab.json and merges.txt: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
         logger.warning(

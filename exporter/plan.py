@@ -17,7 +17,9 @@ there are `layer_inputs`, `layer_inputs.{product, norm}` and of each layer `inpu
 and `input_out_norm`; and `scale` where the stream behind it is times a number. Experts apart from a
 shared layer have `router_norm`, `experts_norm`, `experts_out_norm` and `shared_out_norm`. Where
 there are several streams, there are `altup.start` and `altup.merge.N`, and of each layer
-`altup.{norm, router, predict, correct, scale}` and `laurel.{left, right, norm}`.
+`altup.{norm, router, predict, correct, scale}` and `laurel.{left, right, norm}`. Learned positions
+are `positions`, and `token_in` and `token_out` make the stream of the embedding, and of it what the
+head reads, where these are of another width.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from onnxport.exporter.plan_parts import (
     bias_of,
     plan_norm,
     stack_rows,
+    transposed,
 )
 from onnxport.exporter.plan_states import (
     conv_matrices,
@@ -59,6 +62,9 @@ from onnxport.graphs.spec import ArchSpec
 
 HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
+POSITIONS: Final = "positions"
+TOKEN_IN: Final = "token_in"
+TOKEN_OUT: Final = "token_out"
 FINAL_NORM: Final = "final_norm"
 FEATURES: Final = "features"
 EMBEDDING_NORM: Final = "embedding_norm"
@@ -93,11 +99,14 @@ class WeightPlan:
 
 def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     """Name every tensor that `spec` calls for."""
-    embedding = MatrixPlan((Part(names.embedding, spec.vocab_size),), spec.hidden_size)
+    embedding = MatrixPlan((Part(names.embedding, spec.vocab_size),), spec.token_size)
     biases = ((bias_of(names.head), (spec.num_logits,)),) if spec.head_bias else ()
-    head = MatrixPlan((Part(names.head, spec.num_logits),), spec.hidden_size, biases)
+    head = MatrixPlan((Part(names.head, spec.num_logits),), spec.token_size, biases)
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
-    vectors = _with_bias(spec, names, FINAL_NORM, names.final_norm, spec.logits_scale)
+    matrices.update(_learned_matrices(spec, names))
+    vectors: dict[str, VectorPlan] = {}
+    if not spec.no_final_norm:
+        vectors |= _with_bias(spec, names, FINAL_NORM, names.final_norm, spec.logits_scale)
     if spec.draft is not None:
         inputs = 2 * spec.hidden_size if spec.draft.is_mtp else spec.draft.features
         matrices[FEATURES] = stack_rows(
@@ -160,7 +169,29 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
                 dims = (*names.correction_axes, experts.count)
                 tensor = behind + names.correction
                 vectors[role + "correction"] = VectorPlan(tensor, dims, is_exact=True)
+    if names.transposed:
+        layers = {role: one for role, one in matrices.items() if role.startswith("layers.")}
+        matrices |= {role: transposed(one) for role, one in layers.items()}
     return WeightPlan(matrices, vectors, frozenset(left))
+
+
+def _learned_matrices(spec: ArchSpec, names: TensorNames) -> dict[str, MatrixPlan]:
+    """The table of positions, and what is between the embedding, layers and the head.
+
+    They are small, each of all that a token is, and so stay floats.
+    """
+    found, hidden, rows = {}, spec.hidden_size, spec.learned_positions
+    if rows is not None:
+        shape = (names.positions_offset + rows, hidden)
+        part = Part(names.positions, rows, names.positions_offset, shape)
+        found[POSITIONS] = MatrixPlan((part,), hidden, is_exact=True)
+    if spec.embedding_size is not None:
+        size = spec.embedding_size
+        token_in = stack_rows("", (names.token_in,), (hidden,), size, biased=False)
+        token_out = stack_rows("", (names.token_out,), (size,), hidden, biased=False)
+        found[TOKEN_IN] = replace(token_in, is_exact=True)
+        found[TOKEN_OUT] = replace(token_out, is_exact=True)
+    return found
 
 
 def _layer_input_tables(spec: ArchSpec, size: int, names: TensorNames) -> dict[str, MatrixPlan]:

@@ -18,7 +18,8 @@ class Part(NamedTuple):
     rows: int
     first: int = 0  # of them
     shape: tuple[int, ...] | None = None  # of the tensor; None: these rows are all
-    is_transposed: bool = False  # it is [experts, columns, rows]; these are all rows of one of them
+    # It is [experts, columns, rows], or without experts; these are all rows of one of them.
+    is_transposed: bool = False
     scale: float = 1.0  # what these rows are multiplied with, beside what all of the matrix is
 
 
@@ -86,6 +87,13 @@ def stack_rows(
         columns,
         tuple((f"{name}.bias", (size,)) for name, size in sizes) if biased else (),
     )
+
+
+def transposed(plan: MatrixPlan) -> MatrixPlan:
+    """The matrix of one tensor which is stored [columns, rows]."""
+    (part,) = plan.parts
+    shape = (plan.columns, part.rows)
+    return replace(plan, parts=(part._replace(shape=shape, is_transposed=True),))
 
 
 def times(plan: MatrixPlan, scales: tuple[float, ...]) -> MatrixPlan:

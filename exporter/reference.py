@@ -6,11 +6,22 @@ checkpoint while that is being exported, and over a model larger than memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
-from onnxport.exporter.plan import EMBEDDING_NORM, FEATURES, LAYER_INPUTS, STATE_NORM
+from onnxport.exporter.plan import (
+    EMBEDDING_NORM,
+    FEATURES,
+    FINAL_NORM,
+    LAYER_INPUTS,
+    POSITIONS,
+    STATE_NORM,
+    TOKEN_IN,
+    TOKEN_OUT,
+)
 from onnxport.exporter.reference_altup import altup_forward
 from onnxport.exporter.reference_attention import attend, attend_linearly, of_space
 from onnxport.exporter.reference_experts import feed_forward
@@ -24,6 +35,7 @@ from onnxport.exporter.reference_parts import (
     softcap,
 )
 from onnxport.graphs.linear_spec import StateSpaceSpec
+from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec import ArchSpec
 
 
@@ -45,6 +57,8 @@ def forward(
         float32 [num_logits, vocab].
     """
     normed, _ = _normed(spec, weights, token_ids, logits_indices, None)
+    if spec.embedding_size is not None:
+        normed = weights.linear(TOKEN_OUT, normed)
     return softcap(weights.head(normed), spec.logits_softcap)
 
 
@@ -84,12 +98,14 @@ def _normed(
 ) -> tuple[Array, Array]:
     """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
-    hidden = weights.embed(token_ids)
+    hidden = _stream(spec, weights, token_ids)
     if spec.altup is not None:
         told = layer_inputs(spec, weights, token_ids, hidden)
         return altup_forward(spec, spec.altup, weights, (hidden, told, tables), logits_indices)
     told = layer_inputs(spec, weights, token_ids, hidden)
     kept: dict[int, tuple[Array, Array]] = {}
+    if spec.stream_norms:
+        return _normed_stream(spec, weights, hidden, tables, logits_indices)
     for layer in range(spec.num_layers):
         if layer == 0 and states is not None:
             read, hidden = _read_states(spec, weights, hidden, states)
@@ -121,7 +137,38 @@ def _normed(
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
         hidden = hidden + feed_forward(spec, layer, weights, read, hidden)
         hidden = _end(spec, layer, weights, hidden, told)
-    return norm(spec, weights, "final_norm", hidden), hidden
+    return hidden if spec.no_final_norm else norm(spec, weights, FINAL_NORM, hidden), hidden
+
+
+def _stream(spec: ArchSpec, weights: WeightSource, token_ids: NDArray[np.int64]) -> Array:
+    """What the first layer reads, [num_tokens, hidden]."""
+    hidden = weights.embed(token_ids)
+    if spec.embedding_size is not None:
+        hidden = weights.linear(TOKEN_IN, hidden)
+    if spec.learned_positions is not None:
+        hidden = hidden + weights.embed(np.arange(len(token_ids), dtype=np.int64), POSITIONS)
+    return hidden
+
+
+def _normed_stream(
+    spec: ArchSpec,
+    weights: WeightSource,
+    hidden: Array,
+    tables: Mapping[RopeSpec, tuple[Array, Array]],
+    logits_indices: NDArray[np.int32],
+) -> tuple[Array, Array]:
+    """See `_normed`, of layers whose norms are of the stream."""
+    for layer in range(spec.num_layers):
+        role = f"layers.{layer}"
+        found = tables[spec.rope_of(layer)] if spec.rotates(layer) else None
+        mixed = attend(spec, layer, weights, hidden, found, {})
+        if layer == spec.num_layers - 1:  # what follows mixes no positions
+            hidden, mixed = hidden[logits_indices], mixed[logits_indices]
+        added = weights.linear(f"{role}.o", mixed)
+        hidden = norm(spec, weights, f"{role}.input_norm", hidden + added)
+        added = feed_forward(spec, layer, weights, hidden)
+        hidden = norm(spec, weights, f"{role}.post_norm", hidden + added)
+    return hidden if spec.no_final_norm else norm(spec, weights, FINAL_NORM, hidden), hidden
 
 
 def layer_inputs(

@@ -135,7 +135,7 @@ def _mixed(
 ) -> Array:
     """Values by the softmax of what queries make of keys; [num_tokens, attended_size]."""
     tokens = len(q)
-    scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)
+    scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale_of(layer))
     scores = softcap(scores, spec.attention_softcap)
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     window = spec.sliding_window[layer]

@@ -7,20 +7,17 @@ the tokens' positions are gathered once, and every layer rotates queries and key
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from onnx import TensorProto
 
 from onnxport.exporter.graph_parts import activation_dtype
+from onnxport.exporter.positions import positions_of_rows, positions_of_tokens
 from onnxport.exporter.weights import StoredWeights
-from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.spec import ArchSpec
-
-_ALL: Final = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Rotation:
 def rotation_of_tokens(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights) -> Rotation:
     """What rotates the paged graph's tokens."""
     with g.scope(SCOPE, root=True):
-        return _rows(g, spec, weights, _positions_of_tokens(g))
+        return _rows(g, spec, weights, positions_of_tokens(g))
 
 
 def rotation_of_rows(
@@ -54,7 +51,7 @@ def rotation_of_rows(
 ) -> Rotation:
     """Likewise the GQA graph's; `less_one` is int32 [batch], see `ops.gqa_sequence_lengths`."""
     with g.scope(SCOPE, root=True):
-        return _rows(g, spec, weights, _positions_of_rows(g, less_one))
+        return _rows(g, spec, weights, positions_of_rows(g, less_one))
 
 
 def _rows(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, positions: str) -> Rotation:
@@ -73,57 +70,3 @@ def _rows(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, positions: st
         is_wide = dtype == TensorProto.FLOAT
         found.append(rows if is_wide else ops.cast(g, rows, dtype, f"rotary.{name}.cast"))
     return Rotation(*found)
-
-
-def _positions_of_tokens(g: GraphBuilder) -> str:
-    """Each packed token's position in its sequence, int64 [num_tokens].
-
-    Tokens behind the last sequence, which only padding has, count on from it.
-    """
-    ends_at, past = (
-        ops.cast(g, name, TensorProto.INT64, "rotary.lengths")
-        for name in (names.CUMULATIVE_SEQUENCE_LENGTHS, names.PAST_SEQUENCE_LENGTHS)
-    )
-    starts = g.node("Slice", [ends_at, _ints(g, 0), _ints(g, -1)], name="rotary.starts")
-    ends = g.node("Slice", [ends_at, _ints(g, 1), _ints(g, _ALL)], name="rotary.ends")
-    tokens = _range(g, names.INPUT_IDS, 0)
-    column = g.node("Unsqueeze", [tokens, _ints(g, 1)], name="rotary.column")
-    passed = g.node("LessOrEqual", [ends, column], name="rotary.passed")  # [num_tokens, batch]
-    count = ops.cast(g, passed, TensorProto.INT64, "rotary.passed")
-    owner = g.node("ReduceSum", [count, _ints(g, 1)], name="rotary.owner", keepdims=0)
-    last = g.node("Sub", [_dim(g, names.PAST_SEQUENCE_LENGTHS, 0), _int(g, 1)], name="rotary.last")
-    owner = g.node("Min", [owner, last], name="rotary.owner")
-    ahead = g.node("Sub", [past, starts], name="rotary.ahead")
-    own = g.node("Gather", [ahead, owner], name="rotary.own")
-    return g.node("Add", [tokens, own], name="rotary.positions")
-
-
-def _positions_of_rows(g: GraphBuilder, less_one: str) -> str:
-    """Each token's position, int64 [batch, seq], as GroupQueryAttention counts them.
-
-    Sequences of a batch end with it, but for those of a first step that are shorter than its
-    longest one: they begin with it.
-    """
-    last = ops.cast(g, less_one, TensorProto.INT64, "rotary.lengths")
-    new = g.node("Sub", [_dim(g, names.INPUT_IDS, 1), _int(g, 1)], name="rotary.new")
-    past = g.node("Max", [g.node("Sub", [last, new], name="rotary.past"), _int(g, 0)])
-    column = g.node("Unsqueeze", [past, _ints(g, 1)], name="rotary.column")
-    return g.node("Add", [column, _range(g, names.INPUT_IDS, 1)], name="rotary.positions")
-
-
-def _range(g: GraphBuilder, x: str, axis: int) -> str:
-    """0, 1, … as many as `x` has places on an axis."""
-    return g.node("Range", [_int(g, 0), _dim(g, x, axis), _int(g, 1)], name="rotary.range")
-
-
-def _dim(g: GraphBuilder, x: str, axis: int) -> str:
-    shape = g.node("Shape", [x], name="rotary.shape", start=axis, end=axis + 1)
-    return g.node("Gather", [shape, _int(g, 0)], name="rotary.dim")
-
-
-def _int(g: GraphBuilder, value: int) -> str:
-    return g.constant(np.array(value, np.int64), "int")
-
-
-def _ints(g: GraphBuilder, *values: int) -> str:
-    return g.constant(np.array(values, np.int64), "ints")

@@ -15,6 +15,7 @@ _ACTIVATIONS: Final = {
     "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",

@@ -120,17 +120,15 @@ class StreamingWeights:
         """See `WeightSource`. Stores the table now, or with the head if they are tied."""
         plan = self._plan.matrices[role]
         block = self._formats.block(role)
-        (name,) = (part.tensor for part in plan.parts)
-        rows = [to_float32(self._checkpoint.read_rows(name, int(i), int(i) + 1)) for i in token_ids]
+        (part,) = plan.parts
+        name, places = part.tensor, [part.first + int(one) for one in token_ids]
+        rows = [to_float32(self._checkpoint.read_rows(name, i, i + 1)) for i in places]
         values = _times(np.concatenate(rows), plan.scale)
         target = Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
         embedded = np.empty_like(values)
         steps = None
         if block is not None and name in self._checkpoint.packed_matrices:  # as they are stored
-            found = [
-                self._checkpoint.read_steps(name, int(i), int(i) + 1, block.block_size)
-                for i in token_ids
-            ]
+            found = [self._checkpoint.read_steps(name, i, i + 1, block.block_size) for i in places]
             told = [one for one in found if one is not None]
             steps = _times(np.concatenate(told), plan.scale) if told else None
         target.convert(name, values, slice(0, len(token_ids)), embedded, steps)

@@ -104,9 +104,14 @@ def gelu(g: GraphBuilder, x: str) -> str:
     return g.node("Gelu", [x], name="gelu", approximate="none")
 
 
+def relu(g: GraphBuilder, x: str) -> str:
+    """`max(x, 0)`."""
+    return g.node("Relu", [x], name="relu")
+
+
 def relu_squared(g: GraphBuilder, x: str) -> str:
     """`max(x, 0)²`, arXiv:2109.08668."""
-    positive = g.node("Relu", [x], name="relu")
+    positive = relu(g, x)
     return g.node("Mul", [positive, positive], name="squared")
 
 

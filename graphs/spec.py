@@ -113,10 +113,23 @@ class ArchSpec:
     # Of each layer's gate what is less than so many deviations above its mean is 0; None: nothing.
     gate_cutoffs: tuple[float | None, ...] | None = None
     head_gates: bool | None = None  # `attention_gate` has a number a head; None: one a channel
+    learned_positions: int | None = None  # rows of a table, added by position; None: there is none
+    # Of a token in the embedding, of which a product makes the stream, and of this another one what
+    # the head reads; None: hidden_size.
+    embedding_size: int | None = None
+    # LayerNorms are of the stream, behind what attention and MLP add; None: of what these read.
+    stream_norms: bool | None = None
+    no_final_norm: bool | None = None  # the head reads the stream; None: a norm of it
+    inverse_layer_scale: bool | None = None  # QK^T is over the number of the layer, from 1
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
         check_spec(self)
+
+    @property
+    def token_size(self) -> int:
+        """Width of the embedding and of what the head reads."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
 
     @property
     def cache_parts(self) -> int:
@@ -295,10 +308,14 @@ class ArchSpec:
 
     @property
     def scale(self) -> float:
-        """What QK^T is multiplied with."""
+        """What QK^T is multiplied with, but for `inverse_layer_scale`."""
         if self.attention_scale is not None:
             return self.attention_scale
         return 1.0 / math.sqrt(self.head_size)
+
+    def scale_of(self, layer: int) -> float:
+        """What QK^T of a layer is multiplied with."""
+        return self.scale / (layer + 1) if self.inverse_layer_scale else self.scale
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -393,6 +410,11 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "altup": (dict, NONE),
     "gate_cutoffs": (list, NONE),
     "head_gates": (bool, NONE),
+    "learned_positions": (int, NONE),
+    "embedding_size": (int, NONE),
+    "stream_norms": (bool, NONE),
+    "no_final_norm": (bool, NONE),
+    "inverse_layer_scale": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -405,5 +427,6 @@ _LATER: Final = (
     *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
-    *("layer_input_rows", "altup", "gate_cutoffs", "head_gates"),
+    *("layer_input_rows", "altup", "gate_cutoffs", "head_gates", "learned_positions"),
+    *("embedding_size", "stream_norms", "no_final_norm", "inverse_layer_scale"),
 )

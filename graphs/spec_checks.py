@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 from onnxport.graphs.fields import require
 from onnxport.graphs.latent_spec import LatentSpec
+from onnxport.graphs.learned_checks import check_learned
 from onnxport.graphs.linear_spec import ShortConvSpec
 
 if TYPE_CHECKING:
     from onnxport.graphs.spec import ArchSpec
 
 GATES: Final = ("silu", "gelu_tanh")  # activations of feed-forward layers with a gate
-HIDDEN_ACTS: Final = (*GATES, "gelu", "relu2", "xielu")
+HIDDEN_ACTS: Final = (*GATES, "gelu", "relu", "relu2", "xielu")
 SIZES: Final = (
     "num_layers",
     "hidden_size",
@@ -30,6 +31,7 @@ SIZES: Final = (
 _POSITIVE: Final = (
     *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
     *("shared_kv_intermediate_size", "layer_input_size", "layer_input_rows"),
+    *("learned_positions", "embedding_size"),
 )
 # What layers of one model may differ in, or have besides.
 _OF_LAYERS: Final = (
@@ -78,6 +80,7 @@ def check_spec(spec: ArchSpec) -> None:
     _check_order(spec)
     _check_parallel(spec)
     _check_ungated(spec)
+    check_learned(spec)
     if spec.hidden_act not in HIDDEN_ACTS:
         raise ValueError(f"hidden_act {spec.hidden_act!r} is not one of {HIDDEN_ACTS}")
 

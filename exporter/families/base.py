@@ -9,7 +9,11 @@ from typing import Final
 from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ArchSpec
 
-_ROOTS: Final = ("model.", "gpt_neox.")  # what is ahead of names where a head is beside it
+_ROOTS: Final = (
+    "model.",
+    "gpt_neox.",
+    "transformer.",
+)  # what is ahead of names where a head is beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +26,19 @@ class TensorNames:
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
+    # Of learned positions, with so many rows that no token has ahead of the first one's.
+    positions: str = "transformer.wpe.weight"
+    positions_offset: int = 0
+    # What makes the stream of the embedding, and of it what the head reads, where they differ.
+    token_in: str = "model.decoder.project_in"
+    token_out: str = "model.decoder.project_out"
     layer: str = "model.layers.{}."  # prefix of all below
     blocks: bool = False  # a layer's feed-forward layer has the number behind that of the others
     input_norm: str = "input_layernorm.weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    qkv_by_head: bool = False  # the one tensor has of each head its query, key and value
+    # The one tensor has of each head of keys its queries, key and value; they may be one head's.
+    qkv_by_head: bool = False
+    transposed: bool = False  # products of layers are stored [inputs, outputs]
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
@@ -139,6 +151,9 @@ class TensorNames:
             self,
             embedding=move(self.embedding),
             final_norm=move(self.final_norm),
+            positions=move(self.positions),
+            token_in=move(self.token_in),
+            token_out=move(self.token_out),
             layer=move(self.layer),
             layer_inputs=move(self.layer_inputs),
             layer_inputs_product=move(self.layer_inputs_product),
@@ -146,6 +161,11 @@ class TensorNames:
             altup_start=move(self.altup_start),
             altup_merge=move(self.altup_merge),
         )
+
+    @property
+    def first_norm(self) -> str:
+        """The name of the norm ahead of the first layer, if it has one."""
+        return self.layer.format(0) + self.input_norm
 
     def fit(self, found: frozenset[str]) -> bool:
         """Whether a checkpoint with the tensors `found` may be named so, but for its experts."""
@@ -196,6 +216,7 @@ class Family:
         layouts = (*self.layouts, *map(_without_head, self.layouts))
         fitting = [one for one in layouts if one.fit(found)]
         fitting = fitting or [one for one in layouts if one.embedding in found] or [self.tensors]
+        fitting = [one for one in fitting if one.first_norm in found] or fitting
         # What may have experts may have none, whose names would tell.
         fitting = [one for one in fitting if one.have_experts(found)] or fitting
         return next((one for one in fitting if one.head in found), fitting[0])
@@ -203,7 +224,7 @@ class Family:
     @property
     def base(self) -> str:
         """Transformers' class of the model without its head, such as Qwen3Model."""
-        return self.architecture.removesuffix("ForCausalLM") + "Model"
+        return f"{self._stem}Model"
 
     @property
     def classifier(self) -> str:
@@ -211,9 +232,13 @@ class Family:
 
         Where another class reads images, too, that of text alone says so.
         """
-        stem = self.architecture.removesuffix("ForCausalLM")
         text = "Text" if self.name.endswith("_text") else ""
-        return f"{stem}{text}ForSequenceClassification"
+        return f"{self._stem}{text}ForSequenceClassification"
+
+    @property
+    def _stem(self) -> str:
+        """What the names of transformers' classes begin with."""
+        return self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
 
     def count_further_layers(self, config: Config) -> int:
         """Layers behind the last one, which guess tokens behind the next one."""

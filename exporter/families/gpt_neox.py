@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, check_heads
+from onnxport.errors import CheckpointError
+from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.learnedconfig import check_own_heads
 from onnxport.exporter.ropeconfig import check_outer, inner_rope
 from onnxport.exporter.ungatedconfig import ungated_spec
 from onnxport.graphs.spec import ArchSpec
@@ -49,14 +50,9 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         epsilon="layer_norm_eps",
     )
     config.ignore("classifier_dropout", "hidden_dropout", *_TRAINING)
-    if spec.num_kv_heads != spec.num_heads:
-        raise UnsupportedModelError(
-            f"{config.path}: num_key_value_heads is {spec.num_kv_heads}; of GPT-NeoX each of "
-            f"{spec.num_heads} heads has keys and values. Remove it."
-        )
     parallel = config.get("use_parallel_residual", bool, True) or None
     return replace(
-        check_heads(config, spec),
+        check_own_heads(config, spec),
         layer_norms=True,
         norm_biases=True,
         parallel_layers=parallel,

@@ -26,12 +26,14 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "ernie4_5-moe": ("ernie4_5_moe",),
     "exaone-moe": ("exaone_moe",),
     "exaone4": ("exaone4",),
+    "falcon": ("falcon",),
     "falcon-h1": ("falcon_h1",),
     "gemma2": ("gemma2",),
     "gemma3": ("gemma3_text",),
     "glm4": ("glm4",),
     "glm4moe": ("glm4_moe", "solar_open"),
     "gpt-oss": ("gpt_oss",),
+    "gpt2": ("gpt2",),
     "gptneox": ("gpt_neox",),
     "granite": ("granite", "granitemoehybrid"),
     "granite_swa": ("granite_swa", "granitemoe_swa"),
@@ -63,6 +65,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "seed_oss": ("seed_oss",),
     "smollm3": ("smollm3",),
     "stablelm": ("stablelm",),
+    "starcoder": ("gpt_bigcode",),
     "starcoder2": ("starcoder2",),
 }
 

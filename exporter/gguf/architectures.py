@@ -330,6 +330,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "exaone": Architecture(_llama),
     "exaone-moe": Architecture(recent.exaone_moe),
     "exaone4": Architecture(recent.exaone4),
+    "falcon": Architecture(dense.falcon),
     "falcon-h1": Architecture(states.falcon_h1),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
@@ -338,6 +339,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "glm4": Architecture(dense.glm4),
     "glm4moe": Architecture(_glm4_moe),
     "gpt-oss": Architecture(_gpt_oss),
+    "gpt2": Architecture(dense.gpt2),
     "gptneox": Architecture(_gpt_neox),
     "granite": Architecture(_granite, neighbours=True),
     "granite_swa": Architecture(recent.granite_swa, neighbours=True),
@@ -375,5 +377,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "seed_oss": Architecture(_seed_oss),
     "smollm3": Architecture(_smollm3, neighbours=True),
     "stablelm": Architecture(_stablelm),
+    "starcoder": Architecture(dense.starcoder),
     "starcoder2": Architecture(_starcoder2),
 }

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import CheckpointError
-from onnxport.exporter.gguf.common import Values, common
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.gguf.common import LAYER_NORM, Values, common
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.ropes import ORIGINAL
@@ -56,6 +56,46 @@ def activations(metadata: Metadata, layers: int, name: str) -> dict[str, NDArray
         for layer, value in enumerate(values):
             found[name.format(layer) + one] = np.full(shape, value, np.float32)
     return found
+
+
+def gpt2(facts: Facts) -> Values:
+    """GPT-2, whose scores are scaled as usual, for files say nothing of them."""
+    values = _learned(facts, "GPT2LMHeadModel")
+    del values["num_key_value_heads"]
+    return values
+
+
+def starcoder(facts: Facts) -> Values:
+    """StarCoder and SantaCoder, with one head of keys and values."""
+    values = _learned(facts, "GPTBigCodeForCausalLM")
+    found = values.pop("num_key_value_heads")
+    if found != 1:
+        raise UnsupportedModelError(
+            f"{facts.metadata.path}: {facts.metadata.name('attention.head_count_kv')} is {found}; "
+            "supported is 1, as of all published files. Export the original checkpoint."
+        )
+    return values
+
+
+def _learned(facts: Facts, model: str) -> Values:
+    values = common(facts, model, norm=LAYER_NORM, epsilon="layer_norm_epsilon")
+    del values["rope_parameters"]
+    return values
+
+
+def falcon(facts: Facts) -> Values:
+    """Falcon; where attention has a norm of its own, it is 40B's kind.
+
+    Queries of all heads lie together in a file, and so do keys and values.
+    """
+    facts.metadata.expect("tensor_data_layout", "jploski")
+    values = common(facts, "FalconForCausalLM", norm=LAYER_NORM, epsilon="layer_norm_epsilon")
+    return values | {
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 1 + facts.has_second_norm,
+        "num_kv_heads": values.pop("num_key_value_heads"),
+        "bias": facts.has_qkv_bias(),
+    }
 
 
 def chatglm(facts: Facts) -> Values:

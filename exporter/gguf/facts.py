@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.gguf.layouts import QKV, ROUTER
+from onnxport.exporter.gguf.layouts import QKV, ROUTER, SECOND_NORM
 from onnxport.exporter.gguf.metadata import Metadata
 
 FURTHER: Final = "nextn_predict_layers"
@@ -30,6 +30,11 @@ class Facts:
     def joins_qkv(self) -> bool:
         """Whether queries, keys and values of the first layer are one product, of one tensor."""
         return self.has(f"{_FIRST}{QKV}.weight")
+
+    @property
+    def has_second_norm(self) -> bool:
+        """Whether attention and MLP of the first layer read norms of their own of one stream."""
+        return self.has(_FIRST + SECOND_NORM)
 
     def has_qkv_bias(self) -> bool:
         """Whether queries of the first layer have biases."""

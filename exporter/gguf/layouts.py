@@ -22,6 +22,7 @@ GATE_UP: Final = "ffn_gate_up_exps.weight"  # of gate and up of all experts
 ROUTER: Final = "ffn_gate_inp.weight"
 CORRECTION: Final = "exp_probs_b.bias"
 SCORE_ROWS: Final = "cls.output.weight"  # of models that judge pairs
+SECOND_NORM: Final = "attn_norm_2.weight"
 QKV: Final = "attn_qkv"  # one product of queries, keys and values
 DECAYS: Final = "ssm_a"  # of layers with a state: -exp of what other checkpoints have
 SKIPS: Final = "ssm_d"
@@ -31,6 +32,7 @@ LAYOUT: Final = TensorNames(
     embedding="token_embd.weight",
     final_norm="output_norm.weight",
     head="output.weight",
+    positions="position_embd.weight",
     layer="blk.{}.",
     input_norm="attn_norm.weight",
     qkv=("attn_q", "attn_k", "attn_v"),
@@ -135,6 +137,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": "attn_gate"},
     **{name: {"gate_up": ("ffn_up",)} for name in ("chatglm", "glm4")},
     "deepseek2": _LATENTS,
+    "falcon": {"qkv": (QKV,)},
     "falcon-h1": {**_SPACES, "post_norm": "ffn_norm"},
     "gemma3n": _GEMMA3N,
     "gemma4": _GEMMA4,
@@ -146,7 +149,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
         "expert_gate_up_bias": GATE_UP_BIAS,
         "expert_down_bias": "ffn_down_exps.bias",
     },
-    "gptneox": {"qkv": ("attn_qkv",)},
+    **{name: {"qkv": (QKV,)} for name in ("gpt2", "gptneox", "starcoder")},
     "granite_swa": {"sinks": "attn_sinks.weight", "shared_gate_up": ("ffn_up_shexp",)},
     "granitehybrid": _SPACES,
     "hy_v3": {"correction": CORRECTION.removesuffix(".bias")},
@@ -163,10 +166,13 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def layout(architecture: str, *, joins_qkv: bool) -> TensorNames:
+def layout(architecture: str, *, joins_qkv: bool, has_second_norm: bool = False) -> TensorNames:
     """The names of an architecture's tensors; of a file whose first layer joins queries with keys.
 
+    Where there is a second norm of what a layer reads, as of Falcon, it is attention's.
     Of architectures with delta nets those of attention never are: what is joined is others'.
     """
     names = replace(LAYOUT, **_OTHERS.get(architecture, {}))
+    if has_second_norm:
+        names = replace(names, input_norm=SECOND_NORM, post_norm=LAYOUT.input_norm)
     return replace(names, qkv=(QKV,)) if joins_qkv and QKV not in names.linear_in else names

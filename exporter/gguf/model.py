@@ -70,7 +70,11 @@ class GgufModel:
         self._architecture = architecture
         self.config = Config(values, path)
         self._vocab_size: int = values["vocab_size"]
-        names = layout(self._metadata.architecture, joins_qkv=self._facts.joins_qkv)
+        names = layout(
+            self._metadata.architecture,
+            joins_qkv=self._facts.joins_qkv,
+            has_second_norm=self._facts.has_second_norm,
+        )
         if any(name.endswith(GATE_UP) for name in shapes):
             names = replace(names, expert_gate_up=(GATE_UP,))
         layers = values["num_hidden_layers"]

@@ -25,6 +25,7 @@ from onnxport.graphs.spec import ArchSpec
 TELL_HIDDEN_STATES: Final = "TellHiddenStates"  # asked, states... -> states, times scale
 _SKIP_NORM: Final = "SkipSimplifiedLayerNormalization"
 _NORMS: Final = ("SimplifiedLayerNormalization", _SKIP_NORM, "LayerNormalization")
+_NO_NORM: Final = "Identity"  # what is called a final norm where there is none
 _TOTAL: Final = 3  # the output of a norm that adds first: what it has normalized
 _FINAL: Final = "final_norm"
 
@@ -51,6 +52,18 @@ def tell_hidden_states(
         raise ArtifactError(
             f"hidden_states: a model of the family {spec.family} has {spec.altup.streams} residual "
             "streams, and what reads the states of layers wants one; use it without"
+        )
+    if layers and spec.stream_norms:
+        raise ArtifactError(
+            f"hidden_states: layers of this model of the family {spec.family} have norms of the "
+            "residual stream itself, and what reads the states of layers wants one that is not "
+            "normalized; use it without"
+        )
+    if final and spec.embedding_size is not None:
+        raise ArtifactError(
+            f"hidden_states: this model of the family {spec.family} is {spec.hidden_size} wide "
+            f"and its head reads {spec.embedding_size} numbers of a product behind that, which "
+            "vectors would have to be made of, and are not; use a model without that product"
         )
     if layers and spec.residual_scale is not None and spec.stream_scale is None:
         raise ArtifactError(
@@ -129,7 +142,7 @@ def _normed_by_final(model: onnx.ModelProto) -> tuple[str, str]:
         if node.op_type == "Gather" and node.input[1] == contract.LOGITS_INDICES
     }
     norm = next((node for node in model.graph.node if node.name == _FINAL), None)
-    if norm is None or norm.op_type not in _NORMS or not chosen:
+    if norm is None or norm.op_type not in (*_NORMS, _NO_NORM) or not chosen:
         raise ArtifactError(
             "hidden_states: the end of the last layer is not in the graph as the exporter writes "
             "it; export the model again"

@@ -78,6 +78,16 @@ _LFM2: Final = _Names(
     },
 )
 _LFM3: Final = replace(_LFM2, attention={**_ATTENTION, "self_attn.g_proj": ("attention_gate",)})
+_NEOX: Final = replace(
+    _PLAIN,
+    attention={"attention.query_key_value": (_Q, _K, _V), "attention.dense": (_O,)},
+    feed_forward={"mlp.dense_h_to_4h": ("up_proj",), "mlp.dense_4h_to_h": ("down_proj",)},
+)
+_GPT2: Final = replace(
+    _PLAIN,
+    attention={"attn.c_attn": (_Q, _K, _V), "attn.c_proj": (_O,)},
+    feed_forward={"mlp.c_fc": ("up_proj",), "mlp.c_proj": ("down_proj",)},
+)
 _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
     "phi3": replace(
@@ -97,14 +107,29 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "starcoder2": replace(
         _PLAIN, feed_forward={"mlp.c_fc": ("up_proj",), "mlp.c_proj": ("down_proj",)}
     ),
-    "gpt_neox": replace(
+    "opt": replace(
         _PLAIN,
-        attention={"attention.query_key_value": (_Q, _K, _V), "attention.dense": (_O,)},
-        feed_forward={
-            "mlp.dense_h_to_4h": ("up_proj",),
-            "mlp.dense_4h_to_h": ("down_proj",),
+        attention={
+            **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
+            "self_attn.out_proj": (_O,),
         },
+        feed_forward={"fc1": ("up_proj",), "fc2": ("down_proj",)},
     ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gptj": replace(
+        _PLAIN,
+        attention={
+            **{f"attn.{name}": (name,) for name in PROJECTIONS[:3]},
+            "attn.out_proj": (_O,),
+        },
+        feed_forward={"mlp.fc_in": ("up_proj",), "mlp.fc_out": ("down_proj",)},
+    ),
+    "falcon": replace(
+        _NEOX,
+        attention={"self_attention.query_key_value": (_Q, _K, _V), "self_attention.dense": (_O,)},
+    ),
+    "gpt_neox": _NEOX,
     "qwen3_5_text": _QWEN_3_5,
     "qwen3_5_moe_text": _QWEN_3_5,
     "qwen3_next": replace(
@@ -142,6 +167,8 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "lfm2_moe": _LFM2,
     "lfm3": _LFM3,
 }
+# Families whose queries, keys and values of each head of keys lie together.
+_BY_HEAD: Final = frozenset({"falcon", "gpt_bigcode", "gpt_neox"})
 # Families whose feed-forward layers have the number behind that of what is ahead of them.
 _OF_BLOCKS: Final = frozenset({"nemotron_h"})
 
@@ -181,8 +208,8 @@ def _heads(base: ArchSpec, projections: tuple[Projection, ...]) -> int:
     """By how many heads the rows of a module lie; 1: not by heads."""
     if "attention_gate" in projections and len(projections) > 1:
         return base.num_heads
-    if base.family == "gpt_neox" and "q_proj" in projections:
-        return base.num_heads
+    if base.family in _BY_HEAD and len(projections) > 1:
+        return base.num_kv_heads
     if base.family == "qwen3_next" and len(projections) > 1:  # of delta nets
         assert isinstance(base.linear, LinearAttentionSpec)
         return base.linear.key_heads

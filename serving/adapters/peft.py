@@ -34,12 +34,18 @@ _NAME: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<par
 # its modules are called and as older releases of transformers called them.
 _PARENTS: Final = (
     *("model", "model.language_model", "language_model.model"),
-    *("gpt_neox", "backbone"),
+    *("gpt_neox", "backbone", "model.decoder", "transformer"),
 )
+_LAYERS: Final[Mapping[str, str]] = {"transformer": "h"}  # what holds them there, if not layers
 _HEADS: Final[Mapping[str, str]] = {"language_model.model": "language_model.lm_head"}
 # Families whose multipliers `ArchSpec.multipliers` tells, unless a file has lost them.
 _MULTIPLIED: Final = frozenset(["falcon_h1"])
-_EMBEDDINGS: Final[Mapping[str, str]] = {"gpt_neox": "embed_in", "nemotron_h": "embeddings"}
+_EMBEDDINGS: Final[Mapping[str, str]] = {
+    "falcon": "word_embeddings",
+    "gpt_neox": "embed_in",
+    "nemotron_h": "embeddings",
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "wte"),
+}
 _OF_IMAGES: Final = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 _DTYPES: Final[Mapping[str, Any]] = {
     "F32": np.float32,
@@ -80,10 +86,13 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     invocation = read_invocation(where, config.invocation, base)
     pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
     parent = next(
-        (one for one in _PARENTS if any(name.startswith(f"{one}.layers.") for name in pairs)),
+        (one for one in _PARENTS if any(name.startswith(_layers(one)) for name in pairs)),
         _PARENTS[0],
     )
-    modules = {f"{parent}.{name}": module for name, module in modules_of(base).items()}
+    modules = {
+        _layers(parent) + name.removeprefix("layers."): module
+        for name, module in modules_of(base).items()
+    }
     # linear too, and not to be adapted here
     embedding = _EMBEDDINGS.get(base.family, "embed_tokens")
     others = (f"{parent}.{embedding}", _HEADS.get(parent, "lm_head"))
@@ -106,6 +115,11 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     return AdapterContent(
         *(adapter, fingerprint(adapter), folder, config.base_model), invocation=invocation
     )
+
+
+def _layers(parent: str) -> str:
+    """What names of modules of layers begin with."""
+    return f"{parent}.{_LAYERS.get(parent, 'layers')}."
 
 
 def fingerprint(adapter: LoraAdapter) -> str:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 CONFIG_FILE: Final = "adapter_config.json"
 MAX_PATTERN: Final = 1000  # characters of a regular expression
 ALL_LINEAR: Final = "all-linear"  # PEFT's word for every linear layer but the output head
-_OF_LAYER: Final = re.compile(r"\.layers\.\d+\.")
+_OF_LAYER: Final = re.compile(r"\.(layers|h)\.\d+\.")
 
 # Of what `init_lora_weights` may be, that which leaves the base model as it is. The others subtract
 # the first values of the adapter from its weights.
@@ -49,6 +49,7 @@ _NEUTRAL: Final[Mapping[str, Any]] = {
     "qalora_group_size": _ANY,  # nothing without use_qalora
     "ensure_weight_tying": _ANY,  # of embedding and head, which are refused
     "runtime_config": _ANY,
+    "fan_in_fan_out": _ANY,  # how the base model's weights lie; PEFT sees to it by itself
     "eva_config": _ANY,  # how the first values of A were chosen
 }
 _ADVICE: Final[Mapping[str, str]] = {

@@ -23,6 +23,7 @@ class ArtifactWeights:
         initializers = artifact.load_graph("paged").graph.initializer
         self._values = {one.name: artifact.read_tensor(one) for one in initializers}
         self._group_size = artifact.manifest.group_size
+        self._token_size = artifact.manifest.model.token_size
 
     def embed(self, token_ids: NDArray[np.int64], role: str = EMBEDDING) -> Array:
         """See `WeightSource`."""
@@ -94,7 +95,8 @@ class ArtifactWeights:
         if rows is None:
             return self._values[f"{role}.weight"].astype(np.float32)
         scales = self._values[f"{role}.scales"]
-        return self._dequantize(rows.reshape(*scales.shape, -1), scales)
+        values = self._dequantize(rows.reshape(*scales.shape, -1), scales)
+        return values[:, : self._token_size] if role == EMBEDDING else values
 
     def _dequantize(
         self,

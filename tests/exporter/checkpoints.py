@@ -191,6 +191,35 @@ _GRANITE_SWA: Mapping[str, Any] = {
     "sliding_window": 6,
     "layer_types": ["full_attention", "sliding_attention"],
 }
+_OPT: Mapping[str, Any] = {
+    "ffn_dim": 96,
+    "tie_word_embeddings": True,
+    "pad_token_id": 1,
+}
+_GPT2: Mapping[str, Any] = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "layer_norm_epsilon": 0.05,
+    "tie_word_embeddings": True,
+}
+_FALCON: Mapping[str, Any] = {"layer_norm_epsilon": 0.05, "tie_word_embeddings": True}
+_GPT_NORMS: Mapping[str, float] = dict.fromkeys(
+    (*("ln_1.weight", "ln_2.weight", "ln_f.weight"), "ln_attn.weight", "ln_mlp.weight"), 1.0
+)
+# Families whose keys have names of their own for those of BASE, and what others they do not read.
+_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    "falcon": ("intermediate_size", "num_key_value_heads"),
+    "opt": ("intermediate_size", "num_key_value_heads"),
+    **dict.fromkeys(
+        ("gpt2", "gpt_bigcode", "gptj"),
+        (
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "max_position_embeddings"),
+        ),
+    ),
+}
 CASES: Mapping[str, Case] = {
     "deepseek-v2": Case(  # as V2 has it: groups, of which the best expert counts
         "deepseek_v2",
@@ -971,6 +1000,69 @@ CASES: Mapping[str, Case] = {
         "starcoder2",
         {"use_bias": False, "head_dim": 32, "sliding_window": None, "tie_word_embeddings": True},
     ),
+    "opt": Case("opt", _OPT, torch.bfloat16, shards=True),
+    "opt-350m": Case(  # norms of the stream, and products around a narrower embedding
+        "opt", {**_OPT, "word_embed_proj_dim": 48, "do_layer_norm_before": False}
+    ),
+    "opt-plain": Case(
+        "opt",
+        {
+            **_OPT,
+            "activation_function": "gelu",
+            "enable_bias": False,
+            "_remove_final_layer_norm": True,
+        },
+    ),
+    "gpt2": Case("gpt2", _GPT2, torch.bfloat16, centres=_GPT_NORMS),
+    "gpt2-plain": Case("gpt2", {**_GPT2, "tie_word_embeddings": False}, centres=_GPT_NORMS),
+    "gpt2-scales": Case(
+        "gpt2",
+        {
+            **_GPT2,
+            "n_inner": 96,
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+            "activation_function": "relu",
+            "tie_word_embeddings": False,
+        },
+        shards=True,
+        centres=_GPT_NORMS,
+    ),
+    "gpt-bigcode": Case("gpt_bigcode", _GPT2, torch.bfloat16, centres=_GPT_NORMS),
+    "gpt-bigcode-heads": Case(
+        "gpt_bigcode",
+        {**_GPT2, "multi_query": False, "scale_attn_weights": False},
+        centres=_GPT_NORMS,
+    ),
+    "gptj": Case(
+        "gptj",
+        {**_GPT2, "n_embd": 128, "rotary_dim": 16, "tie_word_embeddings": False},
+        centres=_GPT_NORMS,
+    ),
+    "falcon": Case("falcon", _FALCON, torch.bfloat16, centres=_GPT_NORMS),
+    "falcon-new": Case(
+        "falcon",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+        centres=_GPT_NORMS,
+    ),
+    "falcon-new-norm": Case(
+        "falcon",
+        {
+            **_FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": False,
+        },
+        centres=_GPT_NORMS,
+    ),
+    "falcon-turns": Case(
+        "falcon",
+        {**_FALCON, "parallel_attn": False, "multi_query": False, "bias": True},
+        centres=_GPT_NORMS,
+    ),
     "gpt-neox": Case(
         "gpt_neox",
         {
@@ -1560,7 +1652,9 @@ SHORT_CONV: Mapping[str, Case] = {
 
 def configuration(case: Case) -> PreTrainedConfig:
     """Transformers' configuration of a case."""
-    values = {**BASE, **case.config}
+    unread = _OWN_KEYS.get(case.family, ())
+    base = {key: value for key, value in BASE.items() if key not in unread}
+    values = {**base, **case.config}
     if case.inside is None:
         return AutoConfig.for_model(case.family, **values)
     vision = {

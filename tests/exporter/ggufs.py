@@ -52,6 +52,9 @@ ARCHITECTURES: Mapping[str, str] = {
     "granitemoeshared": "granitemoe",
     "granite_swa": "granite_swa",
     "granitemoe_swa": "granite_swa",
+    "falcon": "falcon",
+    "gpt2": "gpt2",
+    "gpt_bigcode": "starcoder",
     "jais2": "jais2",
     "llama": "llama",
     "mistral": "llama",
@@ -87,7 +90,15 @@ NEIGHBOURS = (
     *("granite_swa", "granitemoe_swa", "smollm3"),
 )
 PARTIAL = ("gptneox", "nemotron", "phi2", "stablelm")
-LAYER_NORMS = ("layer_norm_eps", "norm_epsilon")
+LAYER_NORMS = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+# Keys that some families have for others.
+SPELLED = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "ffn_hidden_size": "intermediate_size",
+}
 SINKS = "self_attn.sinks.weight"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _JOINED = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
@@ -112,7 +123,7 @@ def write(
         extra: Further keys, or other values of some; None takes one out.
         split: Tensors of a file; 0: one file has all. Returned is the first then.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = _spelled(json.loads((folder / "config.json").read_text()))
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     own = metadata(config, architecture)
@@ -133,6 +144,18 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0] if split else path
+
+
+def _spelled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with names that most families have, too."""
+    found = {**config, **{new: config[own] for own, new in SPELLED.items() if own in config}}
+    if config["model_type"] in ("gpt2", "gpt_bigcode"):
+        found["intermediate_size"] = config["n_inner"] or 4 * config["n_embd"]
+    if config["model_type"] == "falcon":
+        many = config["new_decoder_architecture"] or not config["multi_query"]
+        found["num_key_value_heads"] = config["num_kv_heads"] if many else 1
+        found["tensor_data_layout"] = "jploski"
+    return found
 
 
 def is_kept(name: str) -> bool:
@@ -226,6 +249,8 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
     if "use_parallel_residual" in config:
         keys["{arch}.use_parallel_residual"] = config["use_parallel_residual"]
+    if "tensor_data_layout" in config:
+        keys["{arch}.tensor_data_layout"] = config["tensor_data_layout"]
     if config.get("head_dim"):
         keys |= {"{arch}.attention.key_length": head, "{arch}.attention.value_length": head}
     whole = (
@@ -586,9 +611,16 @@ def _changed(name: str, values: Array, config: Mapping[str, Any]) -> Array:
     is_less_one = family.startswith("gemma") or family == "nemotron"
     if is_less_one and name.endswith("norm.weight"):
         return values + np.float32(1)
-    if ".query_key_value." in name:  # of each head a query, key and value
-        heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
-        return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(values.shape)
+    if ".query_key_value." in name:  # of each head of keys its queries, key and value
+        heads, groups = config["num_attention_heads"], config["num_attention_heads"]
+        if family == "falcon":
+            groups = config["num_key_value_heads"]
+        size = config["hidden_size"] // heads
+        parts = values.reshape(groups, (heads // groups + 2) * size, *values.shape[1:])
+        kinds = np.split(parts, [heads // groups * size, (heads // groups + 1) * size], axis=1)
+        return np.concatenate([one.reshape(-1, *values.shape[1:]) for one in kinds])
+    if family == "gpt2" and values.ndim == 2 and ".c_" in name:  # [inputs, outputs]
+        return np.ascontiguousarray(values.T)
     kind = name.rpartition("self_attn.")[2].partition("_proj")[0]
     if family in NEIGHBOURS and kind in ("q", "k"):
         heads = config["num_attention_heads" if kind == "q" else "num_key_value_heads"]

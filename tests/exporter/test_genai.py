@@ -45,6 +45,7 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
         *("gpt-oss", "gpt-oss-16bit", "ministral3", "ministral3-text"),
         *("apertus", "arcee", "cohere-norms", "gpt-neox", "nemotron-biases", "phi-mha", "stablelm"),
         *("cwm", "granite-swa", "granitemoe-swa", "hyperclovax", "iquestcoder", "jais2"),
+        *("falcon-new", "gpt-bigcode", "gpt2", "gptj", "opt", "opt-350m"),
         *("starcoder2", "vaultgemma"),
     ],
 )

@@ -38,6 +38,7 @@ SAME = (
     *("phi", "phi-mha", "stablelm", "stablelm-parallel", "starcoder2", "starcoder2-plain"),
     *("afmoe", "cohere", "cohere2", "deepseek-v2", "deepseek-v2-lite"),
     *("deepseek-v3", "ernie-moe", "exaone4", "exaone-moe", "hunyuan-biases", "minimax-m2", "olmo3"),
+    *("falcon", "falcon-new", "falcon-new-norm", "gpt2", "gpt2-plain", "gpt-bigcode"),
     *("granite-swa", "granitemoe-swa", "granitemoe-swa-plain", "jais2", "jais2-plain"),
     *("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-uncorrected"),
     *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),

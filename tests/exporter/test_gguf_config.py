@@ -71,6 +71,8 @@ LATENTS: Mapping[str, Any] = {
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gptneox", "jais2", "nemotron", "phi2", "stablelm", "starcoder2"), LAYER_NORM),
+    **dict.fromkeys(("falcon", "gpt2"), LAYER_NORM),
+    "starcoder": {**LAYER_NORM, "attention.head_count_kv": 1},
     "afmoe": {
         "attention.sliding_window": 8,
         "expert_feed_forward_length": 32,
@@ -220,7 +222,7 @@ def spec(found: Facts, context_length: int | None = None) -> ArchSpec:
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_every_architecture_has_a_family(architecture: str) -> None:
     read = spec(facts(architecture, *(["output.weight"] if architecture == "phi2" else [])))
-    heads = (48, 1) if read.latent else (16, 4)
+    heads = (48, 1) if read.latent else (16, 1 if architecture == "starcoder" else 4)
     assert (read.num_layers, read.hidden_size, read.head_size) == (2, 64, heads[0])
     assert (read.num_heads, read.num_kv_heads, read.vocab_size) == (4, heads[1], 100)
     assert read.tie_word_embeddings == (architecture != "phi2")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from onnxport.graphs.spec import ArchSpec
 from onnxport.serving.adapters.peft import AdapterContent, read_adapter
@@ -28,8 +29,8 @@ def adapted_modules(model: Any, spec: ArchSpec) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and ".layers." in name
+        if isinstance(module, torch.nn.Linear | Conv1D)
+        and (".layers." in name or ".h." in name)
         and not any(f".{one}." in f"{name}." for one in left)
     ]
 
@@ -39,7 +40,10 @@ def trained(model: Any, spec: ArchSpec, seed: int, rank: int = 4) -> Tensors:
     random = np.random.default_rng(seed)
     tensors: Tensors = {}
     for number, name in enumerate(adapted_modules(model, spec)):
-        rows, columns = model.get_submodule(name).weight.shape
+        module = model.get_submodule(name)
+        rows, columns = module.weight.shape
+        if isinstance(module, Conv1D):  # whose weight lies the other way round
+            rows, columns = columns, rows
         a = random.standard_normal((rank, columns)) / columns**0.5
         b = random.standard_normal((rows, rank)) * 0.2
         if seed < 10 or number % 2:
@@ -55,10 +59,10 @@ def merged(model: Any, tensors: Tensors) -> Any:
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             b = tensors[name.replace(".lora_A.", ".lora_B.")]
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            name = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            module, added = found.get_submodule(name), ALPHA / len(a) * torch.from_numpy(b @ a)
             with torch.no_grad():
-                weight = found.get_submodule(module).weight
-                weight += ALPHA / len(a) * torch.from_numpy(b @ a)
+                module.weight += added.T if isinstance(module, Conv1D) else added
     return found
 
 

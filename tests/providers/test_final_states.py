@@ -30,7 +30,7 @@ FAMILIES = (
     *("llama", "qwen3", "gemma3", "gemma4", "gemma4-shared", "gemma2", "granite", "olmo2"),
     *("qwen3-moe", "gpt-oss", "cohere", "cohere2", "exaone4", "deepseek-v2", "gpt-neox"),
     *("qwen3.5", "qwen3.5-tied", "granite-4-dense", "bamba", "nemotron-h-biases"),
-    "falcon-h1",
+    *("falcon-h1", "gpt2", "opt", "opt-plain"),
 )
 
 

@@ -48,6 +48,8 @@ MODELS: Mapping[str, Model] = {  # one of each way in which tensors are made of 
     "smollm3": Model("smollm3"),
     "arcee": Model("arcee"),
     "gpt-neox": Model("gpt-neox"),
+    # Of GPT-2 the converter makes B of A, for it takes both for the weight, which lies otherwise.
+    **{name: DENSE[name] for name in ("falcon-new", "gpt-bigcode")},
     "phi": Model("phi"),
     "starcoder2": Model("starcoder2"),
     "stablelm": Model("stablelm"),

@@ -90,6 +90,10 @@ MODELS: Mapping[str, Model] = {
         options={"fuse_qkv": True},
         context_length=64,
     ),
+    "falcon": Model("falcon", {}, {"num_kv_heads": 1}),
+    "falcon-new": Model("falcon-new", {"bias": False}),
+    "gpt-bigcode": Model("gpt-bigcode"),
+    "gpt2": Model("gpt2", {}, {"n_ctx": 128}),  # which newer files lack
     "gpt-neox": Model("gpt-neox", {}, NEOX),
     "gpt-neox-turns": Model("gpt-neox-turns", {"hidden_act": "gelu"}, {"rotary_pct": 1.0}),
     "hunyuan": Model(

@@ -183,6 +183,30 @@ PHI = {
     "mlp.fc1": ("up_proj",),
     "mlp.fc2": ("down_proj",),
 }
+OPT = {
+    **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:3]},
+    "self_attn.out_proj": ("o_proj",),
+    "fc1": ("up_proj",),
+    "fc2": ("down_proj",),
+}
+GPT2 = {
+    "attn.c_attn": PROJECTIONS[:3],
+    "attn.c_proj": ("o_proj",),
+    "mlp.c_fc": ("up_proj",),
+    "mlp.c_proj": ("down_proj",),
+}
+GPTJ = {
+    **{f"attn.{name}": (name,) for name in PROJECTIONS[:3]},
+    "attn.out_proj": ("o_proj",),
+    "mlp.fc_in": ("up_proj",),
+    "mlp.fc_out": ("down_proj",),
+}
+FALCON = {name.replace("attention.", "self_attention."): one for name, one in NEOX.items()}
+EMBEDDINGS = {
+    "falcon": "word_embeddings",
+    "gpt_neox": "embed_in",
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "wte"),
+}
 STARCODER = {
     **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
     "mlp.c_fc": ("up_proj",),
@@ -197,20 +221,25 @@ STARCODER = {
         ("gpt_neox", "gpt_neox", NEOX),
         ("phi", "model", PHI),
         ("starcoder2", "model", STARCODER),
+        ("opt", "model.decoder", OPT),
+        ("gpt2", "transformer", GPT2),
+        ("gpt_bigcode", "transformer", GPT2),
+        ("gptj", "transformer", GPTJ),
+        ("falcon", "transformer", FALCON),
     ],
 )
 def test_modules_of_families_that_have_no_gate(
     tmp_path: Path, family: str, parent: str, modules: dict[str, tuple[str, ...]], targets: str
 ) -> None:
-    """GPT-NeoX's joined module has of each head a query, key and value."""
-    base = replace(
-        WIDER, family=family, num_kv_heads=WIDER.num_heads, hidden_act="gelu", ungated=True
-    )
+    """Joined modules have of each head of keys its queries, key and value, but GPT-2's."""
+    groups = {"falcon": WIDER.num_heads // 2, "gpt_bigcode": 1}.get(family, WIDER.num_heads)
+    base = replace(WIDER, family=family, num_kv_heads=groups, hidden_act="gelu", ungated=True)
+    layers = f"{parent}.h" if parent == "transformer" else f"{parent}.layers"
     shapes, rng = projection_shapes(base, 0), np.random.default_rng(0)
     tensors: Tensors = {}
     for layer in range(base.num_layers):
         for module, names in modules.items():
-            prefix = f"base_model.model.{parent}.layers.{layer}.{module}.lora_"
+            prefix = f"base_model.model.{layers}.{layer}.{module}.lora_"
             height, width = sum(shapes[name][0] for name in names), shapes[names[0]][1]
             tensors[f"{prefix}A.weight"] = rng.standard_normal((4, width), np.float32)
             tensors[f"{prefix}B.weight"] = rng.standard_normal((height, 4), np.float32)
@@ -222,14 +251,16 @@ def test_modules_of_families_that_have_no_gate(
     assert len(found) == 6 * 12
     for layer in range(base.num_layers):
         for module, names in modules.items():
-            prefix = f"base_model.model.{parent}.layers.{layer}.{module}.lora_"
+            prefix = f"base_model.model.{layers}.{layer}.{module}.lora_"
             whole = 2 * tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]
-            if len(names) > 1:
-                kinds = whole.reshape(base.num_heads, 3, base.head_size, -1).swapaxes(0, 1)
-                whole = kinds.reshape(whole.shape)
+            if len(names) > 1 and family != "gpt2":
+                size, shared = base.head_size, base.num_heads // groups * base.head_size
+                parts = whole.reshape(groups, shared + 2 * size, -1)
+                kinds = np.split(parts, [shared, shared + size], axis=1)
+                whole = np.concatenate([one.reshape(-1, whole.shape[1]) for one in kinds])
             joined = np.concatenate([found[layer, name].b @ found[layer, name].a for name in names])
             np.testing.assert_allclose(joined, whole, rtol=1e-4, atol=1e-5)
-    embedding = "embed_in" if family == "gpt_neox" else "embed_tokens"
+    embedding = EMBEDDINGS.get(family, "embed_tokens")
     write_adapter(tmp_path, tensors, r=4, target_modules=[*named, embedding])
     with pytest.raises(AdapterError, match=rf"targets {parent}\.{embedding}; only .* can be"):
         read_adapter(tmp_path, base)
@@ -364,7 +395,7 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
         megatron_core="megatron.core",
         loftq_config={},
         peft_version="0.30.0",
-        fan_in_fan_out=False,
+        fan_in_fan_out=True,
         something_new=None,
         something_newer=False,
         something_newest=[],
@@ -436,7 +467,6 @@ def test_an_expression_that_takes_for_ever_is_refused(
         ({"bias": "all"}, 'bias is "all", and may be "none" or null'),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save.*replaces whole layers"),
         ({"task_type": "SEQ_CLS"}, "task_type"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["experts.0"]}, "target_parameters"),
