@@ -36,7 +36,7 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
+from onnxport.exporter.plan import EMBEDDING, EMBEDDING_NORM, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
@@ -87,6 +87,8 @@ class Decoder:
         if spec.altup is not None:
             return altup_body(self, spec.altup, select)
         hidden = self.embed()
+        if spec.embedding_norm:
+            hidden, _ = self.norm(hidden, "", EMBEDDING_NORM)
         told = layer_inputs(self, hidden)
         delta = ""
         for layer in range(spec.num_layers):

@@ -36,7 +36,9 @@ _LLAMA: Final = (
     *(
         "ministral3",
         "mixtral",
+        "nanochat",
         "nemotron_h",
+        "olmo",
         "olmo2",
         "olmo3",
         "olmoe",

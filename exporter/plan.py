@@ -98,6 +98,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     head = MatrixPlan((Part(names.head, spec.num_logits),), spec.hidden_size, biases)
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
     vectors = _with_bias(spec, names, FINAL_NORM, names.final_norm, spec.logits_scale)
+    if spec.embedding_norm:
+        vectors.update(_with_bias(spec, names, EMBEDDING_NORM, names.embedding_norm))
     if spec.draft is not None:
         inputs = 2 * spec.hidden_size if spec.draft.is_mtp else spec.draft.features
         matrices[FEATURES] = stack_rows(

@@ -85,6 +85,8 @@ def _normed(
     """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
+    if spec.embedding_norm:
+        hidden = norm(spec, weights, EMBEDDING_NORM, hidden)
     if spec.altup is not None:
         told = layer_inputs(spec, weights, token_ids, hidden)
         return altup_forward(spec, spec.altup, weights, (hidden, told, tables), logits_indices)

@@ -49,6 +49,8 @@ def _of_heads(
     """Queries, keys and values of all query heads, [num_tokens, num_heads, head_size] each."""
     tokens, size = len(x), spec.heads_of(layer).head_size
     qkv = weights.linear(f"layers.{layer}.qkv", x)
+    if spec.qkv_bound is not None:
+        qkv = np.clip(qkv, -spec.qkv_bound, spec.qkv_bound)
     edges = np.cumsum(spec.qkv_parts(layer))[:-1]
     whole = np.split(qkv, edges, axis=-1)
     heads = [part.reshape(tokens, -1, size) for part in whole]

@@ -113,6 +113,8 @@ class ArchSpec:
     # Of each layer's gate what is less than so many deviations above its mean is 0; None: nothing.
     gate_cutoffs: tuple[float | None, ...] | None = None
     head_gates: bool | None = None  # `attention_gate` has a number a head; None: one a channel
+    qkv_bound: float | None = None  # of queries, keys and values ahead of RoPE; None: none
+    embedding_norm: bool | None = None  # the stream begins with a norm of embeddings; None: these
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -393,6 +395,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "altup": (dict, NONE),
     "gate_cutoffs": (list, NONE),
     "head_gates": (bool, NONE),
+    "qkv_bound": (float, NONE),
+    "embedding_norm": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -406,4 +410,5 @@ _LATER: Final = (
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
     *("layer_input_rows", "altup", "gate_cutoffs", "head_gates"),
+    *("qkv_bound", "embedding_norm"),
 )

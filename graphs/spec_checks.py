@@ -29,7 +29,7 @@ SIZES: Final = (
 )
 _POSITIVE: Final = (
     *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
-    *("shared_kv_intermediate_size", "layer_input_size", "layer_input_rows"),
+    *("shared_kv_intermediate_size", "layer_input_size", "layer_input_rows", "qkv_bound"),
 )
 # What layers of one model may differ in, or have besides.
 _OF_LAYERS: Final = (
@@ -190,7 +190,11 @@ def _check_linear(spec: ArchSpec) -> None:
 
 
 def _check_streams(spec: ArchSpec) -> None:
-    """Check what goes with several streams, and with gates that are cut off."""
+    """Check what goes with several streams, with gates that are cut off, and a normed beginning."""
+    require(
+        not (spec.embedding_norm and (spec.draft or spec.altup or spec.layer_input_size)),
+        "embedding_norm does not go with draft, altup and layer_input_size",
+    )
     rows, cutoffs = spec.layer_input_rows, spec.gate_cutoffs
     require(
         rows is None or (spec.layer_input_size is not None and rows < spec.vocab_size),

@@ -68,6 +68,7 @@ class TensorNames:
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
+    plain_norms: bool = False  # norms have no weights, which then are ones
     # Of experts apart from a shared layer: norms of what router and experts read, and of what these
     # and the shared layer make, and what each expert's output is times.
     router_norm: str = "router.scale"
@@ -126,7 +127,8 @@ class TensorNames:
     joint_norm: str = "input_norm.weight"
     apart_norm: str = "fc_norm.{}.weight"  # with "{}" for the place of the model's layer
     hidden_norm: str = "hidden_norm.weight"  # behind the prefix of the first layer
-    # Or of multi-token prediction: norms of the token's embedding, and of the state beside it.
+    # Or of multi-token prediction: norms of the token's embedding, and of the state beside it; the
+    # first one is also of models that begin with it.
     embedding_norm: str = "enorm.weight"
     state_norm: str = "hnorm.weight"
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute

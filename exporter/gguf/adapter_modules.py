@@ -49,6 +49,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "nemotron": ("nemotron",),
     "nemotron_h": ("nemotron_h",),
     "nemotron_h_moe": ("nemotron_h",),
+    "olmo": ("olmo",),
     "olmo2": ("olmo2", "olmo3"),
     "olmoe": ("olmoe",),
     "phi2": ("phi",),

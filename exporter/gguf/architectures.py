@@ -296,6 +296,12 @@ def _gpt_oss(facts: Facts) -> Values:
     }
 
 
+def _olmo(facts: Facts) -> Values:
+    bound = facts.metadata.get("attention.clamp_kqv", float, 0.0)
+    values = _with_layer_norms(facts, "OlmoForCausalLM", "layer_norm_eps")
+    return values | {"clip_qkv": bound or None, "attention_bias": facts.has_qkv_bias()}
+
+
 def _olmoe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", False)
     values = common(facts, "OlmoeForCausalLM") | experts(facts)
@@ -359,6 +365,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "nemotron": Architecture(_nemotron),
     "nemotron_h": Architecture(states.nemotron_h, neighbours=True),
     "nemotron_h_moe": Architecture(states.nemotron_h, neighbours=True),
+    "olmo": Architecture(_olmo, neighbours=True),
     "olmo2": Architecture(recent.olmo2),
     "olmoe": Architecture(_olmoe),
     "phi2": Architecture(_phi2),

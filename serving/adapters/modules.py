@@ -133,6 +133,7 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
         state={**_SPACE, "mamba.out_proj": ("linear_o",)},
         feed_forward={f"feed_forward.{name}": (name,) for name in PROJECTIONS[4:]},
     ),
+    "nanochat": replace(_PLAIN, feed_forward={"mlp.fc1": ("up_proj",), "mlp.fc2": ("down_proj",)}),
     "nemotron_h": _Names(
         attention={f"mixer.{name}": (name,) for name in PROJECTIONS[:4]},
         state={name.replace("mamba", "mixer"): one for name, one in _SPACE.items()},

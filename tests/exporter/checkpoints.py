@@ -945,6 +945,16 @@ CASES: Mapping[str, Case] = {
         {"attention_bias": True, "mlp_bias": True, "hidden_act": "silu", "head_dim": 16},
         shards=True,
     ),
+    "nanochat": Case(  # as published: a cap of logits, which in a model as small tells nothing
+        "nanochat", {"final_logit_softcapping": 4.0, "rms_norm_eps": 0.05}, torch.bfloat16
+    ),
+    "nanochat-biases": Case(
+        "nanochat",
+        {
+            **{"attention_bias": True, "hidden_act": "gelu", "final_logit_softcapping": None},
+            "tie_word_embeddings": True,
+        },
+    ),
     "nemotron": Case(
         "nemotron", {"head_dim": 32, "norm_eps": 0.05, "mlp_bias": True}, torch.bfloat16
     ),
@@ -1166,6 +1176,8 @@ CASES: Mapping[str, Case] = {
             "tie_word_embeddings": True,
         },
     ),
+    "olmo": Case("olmo", {"clip_qkv": 1.0}, torch.bfloat16),  # which many numbers are beyond
+    "olmo-biases": Case("olmo", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo2": Case("olmo2", {"rms_norm_eps": 0.05}, torch.bfloat16),
     "olmo2-biases": Case(
         "olmo2",
