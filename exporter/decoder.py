@@ -163,7 +163,7 @@ class Decoder:
 
     def read(self, hidden: str, delta: str, role: str) -> tuple[str, str]:
         """Add `delta` if there is one; returns (what attention or MLP reads, hidden)."""
-        if not self.spec.raw_inputs:
+        if role in self.weights.vectors:
             return self.norm(hidden, delta, role)
         if delta:
             hidden = self.g.node("Add", [hidden, delta], name="residual")
@@ -241,9 +241,9 @@ class Decoder:
 
     def output(self, role: str, projected: str) -> str:
         """What attention or the feed-forward layer adds: a projection, normalized or as it is."""
-        if not self.spec.output_norms:
-            return projected
         norm = f"{role}_norm"
+        if norm not in self.weights.vectors:
+            return projected
         weight, epsilon = self.g.weight(self.weights.vectors[norm]), self.spec.inner_eps
         return ops.rms_norm(self.g, projected, weight, epsilon, norm.rpartition(".")[2])
 
@@ -322,7 +322,10 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
     rotation = rotation_of_tokens(g, spec, weights) if spec.qk_norm_last else None
-    mix = partial(mix_by_slots, g)
+
+    def mix(layer: int, inputs: DeltaInputs) -> str:
+        assert isinstance(spec.linear, LinearAttentionSpec)
+        return mix_by_slots(g, spec.linear, layer, inputs)
 
     def scan(layer: int, inputs: SpaceInputs) -> Scanned:
         assert isinstance(spec.linear, StateSpaceSpec)

@@ -41,6 +41,7 @@ _LLAMA: Final = (
         "olmo",
         "olmo2",
         "olmo3",
+        "olmo_hybrid",
         "olmoe",
         "qwen2_moe",
         "qwen3_moe",

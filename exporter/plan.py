@@ -85,9 +85,8 @@ class WeightPlan:
             shapes.update(matrix.biases)
             if matrix.part_scales is not None:
                 shapes[matrix.part_scales] = (len(matrix.parts),)
-        shapes.update(
-            {name: vector.shape for vector in self.vectors.values() for name in vector.tensors}
-        )
+        for vector in self.vectors.values():
+            shapes.update(zip(vector.tensors, vector.shapes, strict=True))
         return shapes
 
 
@@ -117,9 +116,9 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role = f"layers.{layer}."
         prefix, behind = _prefixes(spec, names, layer)
         experts = spec.experts_of(layer)
-        vectors.update(_layer_norms(spec, names, role, prefix))
+        vectors.update(_layer_norms(spec, layer, names, role, prefix))
         own_norm = spec.parallel_norms or not spec.parallel_layers
-        if spec.has_mlp(layer) and not spec.raw_inputs and own_norm:
+        if spec.has_mlp(layer) and spec.norms_inputs(layer) and own_norm:
             tensor = behind + names.post_norm
             vectors.update(_with_bias(spec, names, role + "post_norm", tensor))
         if spec.has_attention(layer):
@@ -230,7 +229,7 @@ def _draft_norms(hidden: int, draft: DraftSpec, names: TensorNames) -> dict[str,
 
 
 def _layer_norms(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+    spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, VectorPlan]:
     found = {}
     if spec.latent is not None:
@@ -238,9 +237,9 @@ def _layer_norms(
         if spec.latent.query_rank is not None:
             tensor = prefix + names.latent_q_norm
             found["q_latent_norm"] = plan_norm(names, tensor, spec.latent.query_rank)
-    if not spec.raw_inputs:
+    if spec.norms_inputs(layer):
         found |= _with_bias(spec, names, "input_norm", prefix + names.input_norm)
-    if spec.output_norms:
+    if spec.norms_outputs(layer):
         for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
             found[name] = plan_norm(names, prefix + tensor, spec.hidden_size, spec.residual_scale)
     return {role + name: vector for name, vector in found.items()}

@@ -67,12 +67,19 @@ class VectorPlan:
     offset: float = 0.0  # what is added to it
     scale: float = 1.0  # what the sum is multiplied with
     is_exact: bool = False  # it is stored in float32, whatever activations are
-    more: tuple[str, ...] = ()  # tensors of the same shape that lie behind it
+    more: tuple[str, ...] = ()  # tensors that lie behind it
+    more_shapes: tuple[tuple[int, ...], ...] | None = None  # of these; None: the first one's
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """All of them, in order."""
         return () if self.tensor is None else (self.tensor, *self.more)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of them."""
+        others = (self.shape,) * len(self.more) if self.more_shapes is None else self.more_shapes
+        return () if self.tensor is None else (self.shape, *others)
 
 
 def stack_rows(

@@ -166,6 +166,7 @@ def _check_latent(spec: ArchSpec, latent: LatentSpec) -> None:
 def _check_linear(spec: ArchSpec) -> None:
     """Check what layers without attention need."""
     if spec.linear is None:
+        require(not spec.state_input_norms, "state_input_norms needs linear")
         return
     require(
         len(spec.linear.layers) == spec.num_layers,
@@ -180,6 +181,10 @@ def _check_linear(spec: ArchSpec) -> None:
     require(
         not any(spec.sliding_window[layer] for layer in spec.linear_layers),
         f"a layer that keeps a state has no sliding window; they are {spec.sliding_window}",
+    )
+    require(
+        not spec.state_input_norms or (bool(spec.raw_inputs) and not spec.has_both),
+        "state_input_norms tells layers with a state from others, which have raw_inputs",
     )
     others = {"output_norms": spec.output_norms, "attention_gate": spec.attention_gate}
     found = [name for name, one in others.items() if one]

@@ -115,6 +115,16 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
             "linear_attn.out_proj": (_O,),
         },
     ),
+    "olmo_hybrid": replace(
+        _PLAIN,
+        state={
+            **{f"linear_attn.{name}": ("linear_qkv",) for name in PROJECTIONS[:3]},
+            "linear_attn.g_proj": ("linear_z",),
+            "linear_attn.b_proj": ("linear_b",),
+            "linear_attn.a_proj": ("linear_a",),
+            "linear_attn.o_proj": (_O,),
+        },
+    ),
     "granitemoehybrid": _Names(
         attention=_ATTENTION,
         state=_SPACE,
@@ -143,6 +153,8 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "lfm2_moe": _LFM2,
     "lfm3": _LFM3,
 }
+# Modules that make one of queries, keys and values of delta nets; which one.
+_OF_DELTA_NETS: Final = {f"linear_attn.{one}": at for at, one in enumerate(PROJECTIONS[:3])}
 # Families whose feed-forward layers have the number behind that of what is ahead of them.
 _OF_BLOCKS: Final = frozenset({"nemotron_h"})
 
@@ -165,7 +177,8 @@ def modules_of(base: ArchSpec) -> dict[str, Module]:
                 block = block_of(base, layer, projections[0])
             parts = [part for one in projections for part in _parts(base, one, shapes[one][0])]
             columns, heads = shapes[projections[0]][1], _heads(base, projections)
-            found[f"layers.{block}.{name}"] = Module(layer, tuple(parts), columns, heads)
+            module = Module(layer, tuple(parts), columns, heads)
+            found[f"layers.{block}.{name}"] = _one_of_three(name, module)
     return found
 
 
@@ -176,6 +189,16 @@ def _parts(base: ArchSpec, projection: Projection, rows: int) -> list[tuple[Proj
     assert isinstance(base.linear, LinearAttentionSpec)
     sizes = (base.linear.key_width, base.linear.key_width, base.linear.value_width)
     return [(projection, size) for size in sizes]
+
+
+def _one_of_three(name: str, module: Module) -> Module:
+    """The module, whose rows may be those of delta nets' queries, keys or values alone."""
+    place = _OF_DELTA_NETS.get(name)
+    if place is None:
+        return module
+    rows = [count for _, count in module.parts]
+    ahead, behind = sum(rows[:place]), sum(rows[place + 1 :])
+    return replace(module, parts=(module.parts[place],), ahead=ahead, behind=behind)
 
 
 def _heads(base: ArchSpec, projections: tuple[Projection, ...]) -> int:

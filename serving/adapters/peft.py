@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError
 from onnxport.graphs.invocation import read_invocation
 from onnxport.graphs.lora import LoraAdapter, LoraDelta, Projection
-from onnxport.graphs.lora_module import Module
+from onnxport.graphs.lora_module import Module, joined
 from onnxport.graphs.spec import ArchSpec
 from onnxport.serving.adapters.modules import modules_of, numbers_of
 from onnxport.serving.adapters.patterns import check_time
@@ -100,7 +100,8 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
                 f"scaled by {config.scaling_of(module):g}; the file is damaged, or the training "
                 "diverged"
             )
-        deltas |= modules[module].deltas(base, a, scaled)
+        for key, delta in modules[module].deltas(base, a, scaled).items():
+            deltas[key] = joined(deltas[key], delta) if key in deltas else delta
     adapter = LoraAdapter(deltas)
     return AdapterContent(
         *(adapter, fingerprint(adapter), folder, config.base_model), invocation=invocation

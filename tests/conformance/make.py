@@ -79,7 +79,6 @@ ONCE: Final = (
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),
-    ("nanochat", "int4"),
     ("nemotron", "int4"),
     ("olmo", "int8"),
     ("olmo2", "int4"),

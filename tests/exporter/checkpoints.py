@@ -1276,6 +1276,14 @@ _SHARED_EXPERT: Mapping[str, Any] = {
 }
 _FULL, _LINEAR = "full_attention", "linear_attention"
 # Models with layers that have a state in place of keys and values.
+_OLMO_HYBRID: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "rms_norm_eps": 0.05,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
 HYBRID: Mapping[str, Case] = {
     "qwen3.5": Case("qwen3_5_text", _DELTA_NETS, torch.bfloat16),
     "qwen3.5-tied": Case(  # as many heads of keys and values, and a layer of a state is the last
@@ -1315,6 +1323,22 @@ HYBRID: Mapping[str, Case] = {
         {**_DELTA_NETS, "tie_word_embeddings": True},
         torch.bfloat16,
         inside="qwen3_5",
+    ),
+    "olmo-hybrid": Case("olmo_hybrid", _OLMO_HYBRID, torch.bfloat16),
+    "olmo-hybrid-rope": Case(  # value heads share keys, and how much of them is new is at most 1
+        "olmo_hybrid",
+        {
+            **_OLMO_HYBRID,
+            "num_hidden_layers": 2,
+            "layer_types": [_FULL, _LINEAR],
+            "linear_num_value_heads": 8,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 2,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3.5-moe": Case("qwen3_5_moe_text", _SHARED_EXPERT),
     "qwen3.5-moe-images": Case(
