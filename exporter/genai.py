@@ -49,7 +49,7 @@ _LLAMA: Final = (
     ),
     *("seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
-    *("internlm3", "starcoder2"),
+    *("exaone", "internlm2", "internlm3", "mimo", "minicpm", "ministral", "orion", "starcoder2"),
     *("cwm", "granite_swa", "granitemoe_swa", "hyperclovax", "iquestcoder", "jais2", "vaultgemma"),
 )
 _TYPES: Final = {

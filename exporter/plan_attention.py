@@ -63,7 +63,8 @@ def attention_matrices(
         return found | _latent_matrices(spec, spec.latent, names, role, prefix)
     if names.qkv_by_head:
         tensor = f"{prefix}{names.qkv[0]}.weight"
-        kinds = split_by_head(tensor, spec.num_heads, (spec.head_size,) * 3, inputs)
+        size, shared = spec.head_size, spec.num_heads // spec.num_kv_heads
+        kinds = split_by_head(tensor, spec.num_kv_heads, (shared * size, size, size), inputs)
         biases = ((bias_of(tensor), (spec.qkv_size,)),) if spec.qkv_bias else ()
         parts = tuple(part for kind in kinds for part in kind)
         found[role + "qkv"] = MatrixPlan(parts, inputs, biases, biases_by_parts=bool(biases))

@@ -26,7 +26,7 @@ class TensorNames:
     blocks: bool = False  # a layer's feed-forward layer has the number behind that of the others
     input_norm: str = "input_layernorm.weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    qkv_by_head: bool = False  # the one tensor has of each head its query, key and value
+    qkv_by_head: bool = False  # the one tensor has of each key head its queries, it, and its value
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"

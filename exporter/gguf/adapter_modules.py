@@ -52,6 +52,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "olmo": ("olmo",),
     "olmo2": ("olmo2", "olmo3"),
     "olmoe": ("olmoe",),
+    "orion": ("orion",),
     "phi2": ("phi",),
     "phi3": ("phi3",),
     "qwen2": ("qwen2",),

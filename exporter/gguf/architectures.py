@@ -94,6 +94,11 @@ def _starcoder2(facts: Facts) -> Values:
     return values | {"use_bias": facts.has_qkv_bias(), "sliding_window": None}
 
 
+def _orion(facts: Facts) -> Values:
+    """Orion, whose LayerNorms' epsilon is called as RMSNorms' are."""
+    return _with_layer_norms(facts, "OrionForCausalLM", "rms_norm_eps")
+
+
 def _phi2(facts: Facts) -> Values:
     return _with_layer_norms(facts, "PhiForCausalLM", "layer_norm_eps", partial=True)
 
@@ -368,6 +373,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "olmo": Architecture(_olmo, neighbours=True),
     "olmo2": Architecture(recent.olmo2),
     "olmoe": Architecture(_olmoe),
+    "orion": Architecture(_orion),
     "phi2": Architecture(_phi2),
     "phi3": Architecture(_phi3),
     "qwen2": Architecture(_qwen2),

@@ -11,6 +11,7 @@ from onnxport.graphs.lora import PROJECTIONS, Projection, projection_shapes
 from onnxport.graphs.lora_module import Module, block_of
 from onnxport.graphs.spec import ArchSpec
 
+EXAONES: Final = "transformer.h"  # where published EXAONE 3 has its layers
 # A module of a layer -> the projections that it computes, one below the other.
 _Modules = Mapping[str, tuple[Projection, ...]]
 
@@ -78,6 +79,18 @@ _LFM2: Final = _Names(
     },
 )
 _LFM3: Final = replace(_LFM2, attention={**_ATTENTION, "self_attn.g_proj": ("attention_gate",)})
+_EXAONE: Final = _Names(
+    attention={
+        **{f"attn.attention.{name}": (name,) for name in PROJECTIONS[:3]},
+        "attn.attention.out_proj": (_O,),
+    },
+    state={},
+    feed_forward={
+        "mlp.c_fc_0": ("gate_proj",),
+        "mlp.c_fc_1": ("up_proj",),
+        "mlp.c_proj": ("down_proj",),
+    },
+)
 _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
     "phi3": replace(
@@ -86,6 +99,9 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     ),
     "glm": _GLM,
     "glm4": _GLM,
+    "internlm2": replace(
+        _LFM2, attention={"attention.wqkv": (_Q, _K, _V), "attention.wo": (_O,)}, state={}
+    ),
     "phi": replace(
         _PLAIN,
         attention={
@@ -165,9 +181,12 @@ def numbers_of(base: ArchSpec) -> int:
     return base.num_layers + blocks
 
 
-def modules_of(base: ArchSpec) -> dict[str, Module]:
-    """Return what adapters may add to, by names such as `layers.0.self_attn.q_proj`."""
-    names = _OTHERS.get(base.family, _PLAIN)
+def modules_of(base: ArchSpec, parent: str = "model") -> dict[str, Module]:
+    """Return what adapters may add to, by names such as `layers.0.self_attn.q_proj`.
+
+    `parent` is what they are in, which of some families tells what they are called.
+    """
+    names = _EXAONE if parent == EXAONES else _OTHERS.get(base.family, _PLAIN)
     found = {}
     for layer in range(base.num_layers):
         shapes = projection_shapes(base, layer)
@@ -205,8 +224,8 @@ def _heads(base: ArchSpec, projections: tuple[Projection, ...]) -> int:
     """By how many heads the rows of a module lie; 1: not by heads."""
     if "attention_gate" in projections and len(projections) > 1:
         return base.num_heads
-    if base.family == "gpt_neox" and "q_proj" in projections:
-        return base.num_heads
+    if base.family in ("gpt_neox", "internlm2") and len(projections) == 3:
+        return base.num_kv_heads
     if base.family == "qwen3_next" and len(projections) > 1:  # of delta nets
         assert isinstance(base.linear, LinearAttentionSpec)
         return base.linear.key_heads

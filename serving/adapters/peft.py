@@ -20,7 +20,7 @@ from onnxport.graphs.invocation import read_invocation
 from onnxport.graphs.lora import LoraAdapter, LoraDelta, Projection
 from onnxport.graphs.lora_module import Module, joined
 from onnxport.graphs.spec import ArchSpec
-from onnxport.serving.adapters.modules import modules_of, numbers_of
+from onnxport.serving.adapters.modules import EXAONES, modules_of, numbers_of
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_file
 
@@ -38,7 +38,11 @@ _PARENTS: Final = (
 _HEADS: Final[Mapping[str, str]] = {"language_model.model": "language_model.lm_head"}
 # Families whose multipliers `ArchSpec.multipliers` tells, unless a file has lost them.
 _MULTIPLIED: Final = frozenset(["falcon_h1"])
-_EMBEDDINGS: Final[Mapping[str, str]] = {"gpt_neox": "embed_in", "nemotron_h": "embeddings"}
+_EMBEDDINGS: Final[Mapping[str, str]] = {
+    "gpt_neox": "embed_in",
+    "internlm2": "tok_embeddings",
+    "nemotron_h": "embeddings",
+}
 _OF_IMAGES: Final = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 _DTYPES: Final[Mapping[str, Any]] = {
     "F32": np.float32,
@@ -78,14 +82,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     where = f"{config.path}: alora_invocation_tokens"
     invocation = read_invocation(where, config.invocation, base)
     pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
-    parent = next(
-        (one for one in _PARENTS if any(name.startswith(f"{one}.layers.") for name in pairs)),
-        _PARENTS[0],
-    )
-    modules = {f"{parent}.{name}": module for name, module in modules_of(base).items()}
-    # linear too, and not to be adapted here
-    embedding = _EMBEDDINGS.get(base.family, "embed_tokens")
-    others = (f"{parent}.{embedding}", _HEADS.get(parent, "lm_head"))
+    modules, others = _modules(base, pairs)
     check_time(config.path, config.expressions, [*modules, *others])
     _check_others(config, others, modules)
     _check_modules(folder, config, pairs, set(modules), base)
@@ -106,6 +103,20 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     return AdapterContent(
         *(adapter, fingerprint(adapter), folder, config.base_model), invocation=invocation
     )
+
+
+def _modules(base: ArchSpec, named: Iterable[str]) -> tuple[dict[str, Module], tuple[str, str]]:
+    """The decoder's modules, where these are, and linear ones that are not to be adapted here."""
+    own = {one.split(".layers.")[0] for one in named}
+    if base.family == "exaone" and any(one.startswith(f"{EXAONES}.") for one in own):
+        found = modules_of(base, EXAONES)
+        modules = {name.replace("layers", EXAONES, 1): one for name, one in found.items()}
+        return modules, ("transformer.wte", "lm_head")
+    parent = next((one for one in _PARENTS if one in own), _PARENTS[0])
+    modules = {f"{parent}.{name}": module for name, module in modules_of(base).items()}
+    embedding = _EMBEDDINGS.get(base.family, "embed_tokens")
+    head = "output" if base.family == "internlm2" else _HEADS.get(parent, "lm_head")
+    return modules, (f"{parent}.{embedding}", head)
 
 
 def fingerprint(adapter: LoraAdapter) -> str:

@@ -744,6 +744,14 @@ CASES: Mapping[str, Case] = {
     "llama-yarn-mscale": _yarn(mscale=0.7, mscale_all_dim=1.3, truncate=False),
     "llama-yarn-given": _yarn(attention_factor=0.9, beta_fast=16.0, beta_slow=2.0),
     "mistral": Case("mistral", {"sliding_window": None}, torch.float16, shards=True),
+    "ministral": Case(
+        "ministral",
+        {
+            **{"sliding_window": 6, "head_dim": 32, "rms_norm_eps": 0.05},
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        torch.bfloat16,
+    ),
     "mistral-window": Case("mistral", {"sliding_window": 7, "head_dim": 32}),
     "mistral3": Case(
         "mistral",
