@@ -71,6 +71,7 @@ LATENTS: Mapping[str, Any] = {
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gptneox", "jais2", "nemotron", "phi2", "stablelm", "starcoder2"), LAYER_NORM),
+    **dict.fromkeys(("olmo", "orion"), LAYER_NORM),
     "afmoe": {
         "attention.sliding_window": 8,
         "expert_feed_forward_length": 32,
