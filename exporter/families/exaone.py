@@ -55,6 +55,7 @@ def _renamed(config: Config) -> Config:
 FAMILY: Final = Family(
     name="exaone",
     architecture="ExaoneForCausalLM",
+    computed_by="LlamaForCausalLM",
     spec=read_spec,
     tensors=TensorNames(
         embedding="transformer.wte.weight",

@@ -200,8 +200,10 @@ def test_exaone_by_the_names_of_its_class(tmp_path: Path) -> None:
     source, options = tmp_path / "checkpoint", ExportOptions(precision="fp32", threads=1)
     checkpoints.make(EXAONE.of, source)
     expected = export_model(source, tmp_path / "expected", options)
-    replace(EXAONE, keys={}, names={}).write("exaone", source)
+    own = replace(EXAONE, architecture="LlamaForCausalLM", keys={}, names={})
+    own.write("exaone", source)
     found = export_model(source, tmp_path / "found", options)
+    assert Artifact.read(found).manifest.model.family == "exaone"
     assert (found / "model.onnx.data").read_bytes() == (expected / "model.onnx.data").read_bytes()
 
 
