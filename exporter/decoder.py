@@ -37,7 +37,14 @@ from onnxport.exporter.linear_layer import (
     linear_attention,
     mix_by_slots,
 )
-from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD, TOKEN_OUT
+from onnxport.exporter.plan import (
+    EMBEDDING,
+    EMBEDDING_NORM,
+    FEATURES,
+    FINAL_NORM,
+    HEAD,
+    TOKEN_OUT,
+)
 from onnxport.exporter.positions import stream
 from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
 from onnxport.exporter.short_conv import (
@@ -93,6 +100,8 @@ class Decoder:
         hidden = stream(self, self.less_one)
         if spec.stream_norms:
             return normed_stream(self, hidden, select)
+        if spec.embedding_norm:
+            hidden, _ = self.norm(hidden, "", EMBEDDING_NORM)
         told = layer_inputs(self, hidden)
         delta = ""
         for layer in range(spec.num_layers):
@@ -167,7 +176,7 @@ class Decoder:
 
     def read(self, hidden: str, delta: str, role: str) -> tuple[str, str]:
         """Add `delta` if there is one; returns (what attention or MLP reads, hidden)."""
-        if not self.spec.raw_inputs:
+        if role in self.weights.vectors:
             return self.norm(hidden, delta, role)
         if delta:
             hidden = self.g.node("Add", [hidden, delta], name="residual")
@@ -253,9 +262,9 @@ class Decoder:
 
     def output(self, role: str, projected: str) -> str:
         """What attention or the feed-forward layer adds: a projection, normalized or as it is."""
-        if not self.spec.output_norms:
-            return projected
         norm = f"{role}_norm"
+        if norm not in self.weights.vectors:
+            return projected
         weight, epsilon = self.g.weight(self.weights.vectors[norm]), self.spec.inner_eps
         return ops.rms_norm(self.g, projected, weight, epsilon, norm.rpartition(".")[2])
 
@@ -324,7 +333,10 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
     rotation = rotation_of_tokens(g, spec, weights) if spec.qk_norm_last else None
-    mix = partial(mix_by_slots, g)
+
+    def mix(layer: int, inputs: DeltaInputs) -> str:
+        assert isinstance(spec.linear, LinearAttentionSpec)
+        return mix_by_slots(g, spec.linear, layer, inputs)
 
     def scan(layer: int, inputs: SpaceInputs) -> Scanned:
         assert isinstance(spec.linear, StateSpaceSpec)

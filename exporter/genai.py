@@ -36,9 +36,12 @@ _LLAMA: Final = (
     *(
         "ministral3",
         "mixtral",
+        "nanochat",
         "nemotron_h",
+        "olmo",
         "olmo2",
         "olmo3",
+        "olmo_hybrid",
         "olmoe",
         "qwen2_moe",
         "qwen3_moe",
@@ -46,7 +49,7 @@ _LLAMA: Final = (
     ),
     *("seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
-    *("internlm3", "starcoder2"),
+    *("exaone", "internlm2", "internlm3", "mimo", "minicpm", "ministral", "orion", "starcoder2"),
     *("falcon", "gpt2", "gpt_bigcode", "gptj", "opt"),
     *("cwm", "granite_swa", "granitemoe_swa", "hyperclovax", "iquestcoder", "jais2", "vaultgemma"),
 )

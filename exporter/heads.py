@@ -39,6 +39,12 @@ class Heads:
         if spec.latent is not None:
             return attend_latents(g, spec, self.weights, layer, x, self.linear, self.attend)
         qkv = self.linear(f"layers.{layer}.qkv", x)
+        if spec.qkv_bound is not None:
+            kind = numpy_dtype(activation_dtype(self.weights))
+            edges = (np.array(edge, kind) for edge in (-spec.qkv_bound, spec.qkv_bound))
+            qkv = g.node(
+                "Clip", [qkv, *(g.constant(edge, "bound") for edge in edges)], name="bound"
+            )
         if not spec.qk_norm:
             return self.attend(layer, qkv)
         if self.rotation is not None:

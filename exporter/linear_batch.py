@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from onnx import TensorProto
 
-from onnxport.exporter.linear_layer import DeltaInputs
+from onnxport.exporter.linear_layer import DeltaInputs, how_much
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import Dims, GraphBuilder
@@ -81,7 +81,7 @@ def mix_by_rows(
     """
     keep_inputs(g, padding, layer, inputs.qkv)
     q, k, v = _mixed(g, linear, layer, inputs)
-    beta = g.node("Sigmoid", [inputs.beta], name="beta")
+    beta = how_much(g, linear, inputs.beta)
     output, _ = g.node(
         "LinearAttention",
         [

@@ -49,7 +49,17 @@ def declare_slots(g: GraphBuilder, spec: ArchSpec, dtype: int) -> None:
         g.output(names.present_recurrent_state(layer), TensorProto.FLOAT, recurrent)
 
 
-def mix_by_slots(g: GraphBuilder, layer: int, inputs: DeltaInputs) -> str:
+def how_much(g: GraphBuilder, linear: LinearAttentionSpec, beta: str) -> str:
+    """How much of a value is new, of what a product says."""
+    part = g.node("Sigmoid", [beta], name="beta")
+    if not linear.doubled_beta:
+        return part
+    return g.node("Add", [part, part], name="beta.doubled")
+
+
+def mix_by_slots(
+    g: GraphBuilder, linear: LinearAttentionSpec, layer: int, inputs: DeltaInputs
+) -> str:
     """Convolution and delta rule in the paged graph."""
     conv = nodes.StatePool(names.past_conv_state(layer), names.present_conv_state(layer), "conv")
     mixed = nodes.causal_convolution(g, inputs.qkv, inputs.kernel, conv)
@@ -58,10 +68,11 @@ def mix_by_slots(g: GraphBuilder, layer: int, inputs: DeltaInputs) -> str:
         g,
         mixed,
         inputs.decay,
-        inputs.beta,
+        how_much(g, linear, inputs.beta) if linear.doubled_beta else inputs.beta,
         nodes.StatePool(*recurrent, "delta"),
         a_log=inputs.a_log,
         dt_bias=inputs.dt_bias,
+        has_sigmoid=not linear.doubled_beta,
     )
 
 
@@ -107,7 +118,7 @@ def linear_attention(
             layer,
             DeltaInputs(qkv, g.weight(kernel), decay, beta, vector("a_log"), vector("dt_bias")),
         )
-        normed = ops.rms_norm(g, found, vector("norm"), spec.rms_norm_eps, "norm")
+        normed = ops.rms_norm(g, found, vector("norm"), sizes.norm_eps or spec.rms_norm_eps, "norm")
         flat = ops.reshape(g, normed, (*leading, sizes.value_width), "join")
         gate = ops.silu(g, ops.cast(g, linear(f"{role}.z", x), TensorProto.FLOAT, "z.cast"))
         gated = g.node(

@@ -37,7 +37,7 @@ def delta_net(linear: LinearAttentionSpec, qkv: Array, beta: Array, decay: Array
     Args:
         linear: The sizes.
         qkv: Queries, keys and values, [num_tokens, channels].
-        beta: How much of a value is new, from 0 to 1; [num_tokens, value_heads].
+        beta: How much of a value is new, from 0 to 1, or 2; [num_tokens, value_heads].
         decay: g, from 0 to 1; [num_tokens, value_heads].
 
     Returns:

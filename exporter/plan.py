@@ -91,9 +91,8 @@ class WeightPlan:
             shapes.update(matrix.biases)
             if matrix.part_scales is not None:
                 shapes[matrix.part_scales] = (len(matrix.parts),)
-        shapes.update(
-            {name: vector.shape for vector in self.vectors.values() for name in vector.tensors}
-        )
+        for vector in self.vectors.values():
+            shapes.update(zip(vector.tensors, vector.shapes, strict=True))
         return shapes
 
 
@@ -107,6 +106,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     vectors: dict[str, VectorPlan] = {}
     if not spec.no_final_norm:
         vectors |= _with_bias(spec, names, FINAL_NORM, names.final_norm, spec.logits_scale)
+    if spec.embedding_norm:
+        vectors.update(_with_bias(spec, names, EMBEDDING_NORM, names.embedding_norm))
     if spec.draft is not None:
         inputs = 2 * spec.hidden_size if spec.draft.is_mtp else spec.draft.features
         matrices[FEATURES] = stack_rows(
@@ -124,9 +125,9 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role = f"layers.{layer}."
         prefix, behind = _prefixes(spec, names, layer)
         experts = spec.experts_of(layer)
-        vectors.update(_layer_norms(spec, names, role, prefix))
+        vectors.update(_layer_norms(spec, layer, names, role, prefix))
         own_norm = spec.parallel_norms or not spec.parallel_layers
-        if spec.has_mlp(layer) and not spec.raw_inputs and own_norm:
+        if spec.has_mlp(layer) and spec.norms_inputs(layer) and own_norm:
             tensor = behind + names.post_norm
             vectors.update(_with_bias(spec, names, role + "post_norm", tensor))
         if spec.has_attention(layer):
@@ -259,7 +260,7 @@ def _draft_norms(hidden: int, draft: DraftSpec, names: TensorNames) -> dict[str,
 
 
 def _layer_norms(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+    spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, VectorPlan]:
     found = {}
     if spec.latent is not None:
@@ -267,9 +268,9 @@ def _layer_norms(
         if spec.latent.query_rank is not None:
             tensor = prefix + names.latent_q_norm
             found["q_latent_norm"] = plan_norm(names, tensor, spec.latent.query_rank)
-    if not spec.raw_inputs:
+    if spec.norms_inputs(layer):
         found |= _with_bias(spec, names, "input_norm", prefix + names.input_norm)
-    if spec.output_norms:
+    if spec.norms_outputs(layer):
         for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
             found[name] = plan_norm(names, prefix + tensor, spec.hidden_size, spec.residual_scale)
     return {role + name: vector for name, vector in found.items()}

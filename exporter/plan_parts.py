@@ -63,17 +63,24 @@ class MatrixPlan:
 class VectorPlan:
     """A norm's weight, or what else has an element a feature."""
 
-    tensor: str
+    tensor: str | None  # None: there is none, and all are the offset, times the scale
     shape: tuple[int, ...]  # of the tensor, all of which is one vector
     offset: float = 0.0  # what is added to it
     scale: float = 1.0  # what the sum is multiplied with
     is_exact: bool = False  # it is stored in float32, whatever activations are
-    more: tuple[str, ...] = ()  # tensors of the same shape that lie behind it
+    more: tuple[str, ...] = ()  # tensors that lie behind it
+    more_shapes: tuple[tuple[int, ...], ...] | None = None  # of these; None: the first one's
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """All of them, in order."""
-        return self.tensor, *self.more
+        return () if self.tensor is None else (self.tensor, *self.more)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of them."""
+        others = (self.shape,) * len(self.more) if self.more_shapes is None else self.more_shapes
+        return () if self.tensor is None else (self.shape, *others)
 
 
 def stack_rows(
@@ -116,7 +123,10 @@ def split_by_head(
 
 def plan_norm(names: TensorNames, tensor: str, size: int, scale: float | None = None) -> VectorPlan:
     """A norm of `size` features, times the scale."""
-    return VectorPlan(tensor, (size,), names.norm_offset, 1.0 if scale is None else scale)
+    scale = 1.0 if scale is None else scale
+    if names.plain_norms:
+        return VectorPlan(None, (size,), 1.0, scale)
+    return VectorPlan(tensor, (size,), names.norm_offset, scale)
 
 
 def bias_of(tensor: str) -> str:

@@ -23,13 +23,26 @@ def linear_vectors(
 ) -> dict[str, VectorPlan]:
     """What a layer without attention has beside its products."""
     role, heads = f"{role}linear.", (linear.value_heads,)
-    kernel = (linear.channels, *names.conv_axes, linear.kernel)
     return {
-        role + "conv": VectorPlan(prefix + names.linear_conv, kernel),
+        role + "conv": _convolution(linear, names, prefix),
         role + "a_log": VectorPlan(prefix + names.linear_a_log, heads, is_exact=True),
         role + "dt_bias": VectorPlan(prefix + names.linear_dt_bias, heads, is_exact=True),
         role + "norm": VectorPlan(prefix + names.linear_norm, (linear.value_size,)),
     }
+
+
+def _convolution(linear: LinearAttentionSpec, names: TensorNames, prefix: str) -> VectorPlan:
+    """The kernels of queries, keys and values, in one tensor or in three."""
+    behind = (*names.conv_axes, linear.kernel)
+    if names.linear_conv_apart is None:
+        return VectorPlan(prefix + names.linear_conv, (linear.channels, *behind))
+    first, *others = (prefix + name for name in names.linear_conv_apart)
+    heights = [linear.key_width, linear.key_width, linear.value_width]
+    if names.linear_conv_in_thirds:
+        third = -(-linear.channels // 3)
+        heights = [third, third, linear.channels - 2 * third]
+    shape, *more = ((height, *behind) for height in heights)
+    return VectorPlan(first, shape, more=tuple(others), more_shapes=tuple(more))
 
 
 def linear_matrices(
@@ -42,7 +55,14 @@ def linear_matrices(
     """
     hidden, heads = spec.hidden_size, linear.value_heads
     tensors = [f"{prefix}{name}.weight" for name in names.linear_in]
-    if len(tensors) == 2:  # of each key head its query, key, values and their gates
+    first: tuple[Part, ...]
+    z: tuple[Part, ...]
+    if len(tensors) == 6:  # each by itself
+        widths = (linear.key_width, linear.key_width, linear.value_width)
+        first = tuple(map(Part, tensors[:3], widths))
+        z = (Part(tensors[3], linear.value_width),)
+        second = tuple(Part(tensor, heads) for tensor in tensors[4:])
+    elif len(tensors) == 2:  # of each key head its query, key, values and their gates
         shared = heads // linear.key_heads
         values = shared * linear.value_size
         rows = (linear.key_size, linear.key_size, values, values)

@@ -99,6 +99,8 @@ def _normed(
     """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = _stream(spec, weights, token_ids)
+    if spec.embedding_norm:
+        hidden = norm(spec, weights, EMBEDDING_NORM, hidden)
     if spec.altup is not None:
         told = layer_inputs(spec, weights, token_ids, hidden)
         return altup_forward(spec, spec.altup, weights, (hidden, told, tables), logits_indices)
@@ -110,7 +112,7 @@ def _normed(
         if layer == 0 and states is not None:
             read, hidden = _read_states(spec, weights, hidden, states)
         else:
-            read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
+            read = _read(spec, weights, layer, "input_norm", hidden)
         mixed = {}  # by the role of what is made of it
         if spec.has_attention(layer):
             found = tables[spec.rope_of(layer)] if spec.rotates(layer) else None
@@ -123,10 +125,10 @@ def _normed(
             hidden, told = hidden[logits_indices], told[logits_indices]
             mixed = {role: one[logits_indices] for role, one in mixed.items()}
         projected, *others = (weights.linear(role, one) for role, one in mixed.items())
-        added = normed_output(spec, weights, f"layers.{layer}.o", sum(others, projected))
+        added = normed_output(spec, weights, layer, "o", sum(others, projected))
         if spec.parallel_layers:
             if spec.parallel_norms:
-                read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
+                read = _read(spec, weights, layer, "post_norm", hidden)
             elif layer == spec.num_layers - 1:
                 read = read[logits_indices]
             hidden = hidden + added + feed_forward(spec, layer, weights, read)
@@ -134,7 +136,7 @@ def _normed(
         hidden = hidden + added
         if not spec.has_mlp(layer):
             continue
-        read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
+        read = _read(spec, weights, layer, "post_norm", hidden)
         hidden = hidden + feed_forward(spec, layer, weights, read, hidden)
         hidden = _end(spec, layer, weights, hidden, told)
     return hidden if spec.no_final_norm else norm(spec, weights, FINAL_NORM, hidden), hidden
@@ -188,7 +190,7 @@ def _end(spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told:
     """The stream behind a layer: what it was told goes in, and it may be scaled."""
     role = f"layers.{layer}."
     if spec.layer_input_size is not None:
-        hidden = hidden + of_told(spec, role, weights, hidden, told[:, layer])
+        hidden = hidden + of_told(spec, layer, weights, hidden, told[:, layer])
     return hidden * weights.vector(role + "scale") if spec.layer_scales else hidden
 
 
@@ -206,7 +208,7 @@ def _read_states(
         token = rms_norm(embedded, weights.vector(EMBEDDING_NORM), epsilon)
         state = rms_norm(features + own, weights.vector(STATE_NORM), epsilon)
         hidden = weights.linear(FEATURES, np.concatenate([token, state], axis=-1))
-        return _read(spec, weights, "layers.0.input_norm", hidden), hidden
+        return _read(spec, weights, 0, "input_norm", hidden), hidden
     if draft.joint_norm:
         features = rms_norm(features, weights.vector("joint_norm"), epsilon)
     if draft.apart_norm:
@@ -223,8 +225,8 @@ def _read_states(
     return read, state if draft.norm_before_residual else hidden
 
 
-def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Array:
+def _read(spec: ArchSpec, weights: WeightSource, layer: int, name: str, hidden: Array) -> Array:
     """What attention or the feed-forward layer reads; [num_tokens, hidden]."""
-    if spec.raw_inputs:
+    if not spec.norms_inputs(layer):
         return hidden
-    return norm(spec, weights, role, hidden)
+    return norm(spec, weights, f"layers.{layer}.{name}", hidden)

@@ -52,7 +52,7 @@ def altup_forward(
             streams, active, x = (one[logits_indices] for one in (streams, active, x))
             attended, told = attended[logits_indices], told[logits_indices]
         projected = weights.linear(role + "o", attended)
-        added = normed_output(spec, weights, role + "o", projected)
+        added = normed_output(spec, weights, layer, "o", projected)
         hidden = _augmented(spec, role, weights, active + added, x)
         made = hidden + feed_forward(
             spec, layer, weights, norm(spec, weights, role + "post_norm", hidden)
@@ -62,7 +62,7 @@ def altup_forward(
         chooser = streams[:, altup.active]
         if altup.scaled:
             chooser = chooser * weights.vector(role + "altup.scale")
-        streams[:, 1:] += of_told(spec, role, weights, chooser, told[:, layer])[:, None]
+        streams[:, 1:] += of_told(spec, layer, weights, chooser, told[:, layer])[:, None]
     hidden = _merged(spec, weights, streams)
     return norm(spec, weights, "final_norm", hidden), hidden
 

@@ -49,6 +49,8 @@ def _of_heads(
     """Queries, keys and values of all query heads, [num_tokens, num_heads, head_size] each."""
     tokens, size = len(x), spec.heads_of(layer).head_size
     qkv = weights.linear(f"layers.{layer}.qkv", x)
+    if spec.qkv_bound is not None:
+        qkv = np.clip(qkv, -spec.qkv_bound, spec.qkv_bound)
     edges = np.cumsum(spec.qkv_parts(layer))[:-1]
     whole = np.split(qkv, edges, axis=-1)
     heads = [part.reshape(tokens, -1, size) for part in whole]
@@ -162,8 +164,10 @@ def attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array)
     kernel = weights.vector(role + "conv").reshape(linear.channels, linear.kernel)
     rate = -np.exp(weights.vector(role + "a_log"))
     decay = np.exp(rate * softplus(decay + weights.vector(role + "dt_bias")))
-    result = delta_net(linear, silu(convolve(qkv, kernel)), sigmoid(beta), decay)
-    result = rms_norm(result, weights.vector(role + "norm"), spec.rms_norm_eps)
+    part = sigmoid(beta) * np.float32(2 if linear.doubled_beta else 1)
+    result = delta_net(linear, silu(convolve(qkv, kernel)), part, decay)
+    epsilon = linear.norm_eps or spec.rms_norm_eps
+    result = rms_norm(result, weights.vector(role + "norm"), epsilon)
     gate = silu(weights.linear(role + "z", x))
     return result.reshape(gate.shape) * gate
 

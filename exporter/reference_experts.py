@@ -41,7 +41,7 @@ def feed_forward(
             if experts.shared_gated:
                 shared *= sigmoid(weights.linear(f"{prefix}shared.gate", x))
             output = output + shared
-    return normed_output(spec, weights, prefix + "down", output)
+    return normed_output(spec, weights, layer, "down", output)
 
 
 def _of_experts(

@@ -58,18 +58,21 @@ def norm(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Arr
     return normed + weights.vector(f"{role}_bias") if spec.norm_biases else normed
 
 
-def normed_output(spec: ArchSpec, weights: WeightSource, role: str, output: Array) -> Array:
+def normed_output(
+    spec: ArchSpec, weights: WeightSource, layer: int, name: str, output: Array
+) -> Array:
     """What attention or the feed-forward layer adds; [num_tokens, hidden]."""
-    if not spec.output_norms:
+    if not spec.norms_outputs(layer):
         return output
-    return rms_norm(output, weights.vector(f"{role}_norm"), spec.inner_eps)
+    return rms_norm(output, weights.vector(f"layers.{layer}.{name}_norm"), spec.inner_eps)
 
 
-def of_told(spec: ArchSpec, role: str, weights: WeightSource, hidden: Array, told: Array) -> Array:
+def of_told(spec: ArchSpec, layer: int, weights: WeightSource, hidden: Array, told: Array) -> Array:
     """What is added of what a layer is told of tokens, as the stream chooses."""
+    role = f"layers.{layer}."
     gate = ACTIVATIONS[spec.hidden_act](weights.linear(role + "input_gate", hidden))
     added = weights.linear(role + "input_out", gate * told)
-    return normed_output(spec, weights, role + "input_out", added)
+    return normed_output(spec, weights, layer, "input_out", added)
 
 
 def softcap(x: Array, cap: float | None) -> Array:

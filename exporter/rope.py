@@ -32,7 +32,7 @@ def tables(
     rows = context_length if positions is None else positions
     angles = np.arange(rows, dtype=np.float32)[:, None] * frequencies
     scale = np.float32(rope.attention_factor)
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos, sin = np.cos(angles), np.sin(-angles if rope.turns_back else angles)
     if scale != 1:
         cos *= scale
         sin *= scale

@@ -139,6 +139,11 @@ class StreamingWeights:
     def vector(self, role: str) -> Array:
         """See `WeightSource`."""
         plan = self._plan.vectors[role]
+        if plan.tensor is None:
+            dtype = np.float32 if plan.is_exact else self._options.activation_dtype
+            values = np.full(plan.shape, plan.offset * plan.scale, dtype)
+            self.stored.vectors[role] = self._writer.add_weight(f"{role}.weight", values)
+            return values.astype(np.float32)
         self.stored.vectors[role], values = self._store_vector(
             f"{role}.weight", plan.tensors, plan.scale, plan.offset, is_exact=plan.is_exact
         )

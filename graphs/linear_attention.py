@@ -78,6 +78,7 @@ def gated_delta_net(
     *,
     a_log: str,
     dt_bias: str,
+    has_sigmoid: bool = True,
 ) -> str:
     """Queries of a state that each token changes (arXiv:2412.06464).
 
@@ -88,10 +89,11 @@ def gated_delta_net(
         g: The builder.
         qkv: Queries, keys and values, [num_tokens, channels].
         decay: float32 [num_tokens, value_heads].
-        beta: Likewise; its sigmoid is how much of a value is new.
+        beta: Likewise; its sigmoid, or it itself, is how much of a value is new.
         pool: float32 [num_states, value_heads, value_size, key_size].
         a_log: float32 [value_heads].
         dt_bias: Likewise.
+        has_sigmoid: Whether the operator takes beta's sigmoid.
 
     Returns:
         [num_tokens, value_heads, value_size].
@@ -105,7 +107,7 @@ def gated_delta_net(
         name=pool.name,
         update_rule="gated_delta",
         gate_activation="qwen",
-        beta_activation="sigmoid",
+        beta_activation="sigmoid" if has_sigmoid else "none",
         qk_l2_norm=1,
     )
     pool.write(g, states)

@@ -40,12 +40,17 @@ class LinearAttentionSpec:
     value_size: int  # of a value head
     kernel: int  # tokens that the convolution reads, the last one its own
     layers: tuple[bool, ...]  # which of them are such
+    doubled_beta: bool | None = None  # how much of a value is new is from 0 to 2; None: to 1
+    norm_eps: float | None = None  # of the norm behind; None: rms_norm_eps
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
-        for name in ("key_heads", "value_heads", "key_size", "value_size"):
+        for name in ("key_heads", "value_heads", "key_size", "value_size", "norm_eps"):
             value = getattr(self, name)
-            require(value > 0, f"{name} of linear attention must be positive, is {value}")
+            require(
+                value is None or value > 0,
+                f"{name} of linear attention must be positive, is {value}",
+            )
         require(
             self.value_heads % self.key_heads == 0,
             f"value_heads {self.value_heads} of linear attention are no multiple of key_heads "
@@ -232,7 +237,8 @@ def _check_common(what: str, kernel: int, layers: tuple[bool, ...], *, some: boo
 
 
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("beside_attention", "without_norm")
+_OF_SPACES: Final = ("beside_attention", "without_norm")
+_LATER: Final = (*_OF_SPACES, "doubled_beta", "norm_eps")
 
 
 def _schema(sizes: tuple[str, ...], switches: tuple[str, ...]) -> Mapping[str, tuple[type, ...]]:
@@ -242,13 +248,17 @@ def _schema(sizes: tuple[str, ...], switches: tuple[str, ...]) -> Mapping[str, t
 _KINDS: Final[Mapping[str | None, tuple[type[LinearSpec], Mapping[str, tuple[type, ...]]]]] = {
     None: (
         LinearAttentionSpec,
-        _schema(("key_heads", "value_heads", "key_size", "value_size", "kernel"), ()),
+        {
+            **_schema(("key_heads", "value_heads", "key_size", "value_size", "kernel"), ()),
+            "doubled_beta": (bool, NONE),
+            "norm_eps": (float, NONE),
+        },
     ),
     "state_space": (
         StateSpaceSpec,
         {
             **_schema(("heads", "head_size", "groups", "state_size", "kernel"), ("conv_bias",)),
-            **dict.fromkeys(_LATER, (bool, NONE)),
+            **dict.fromkeys(_OF_SPACES, (bool, NONE)),
         },
     ),
     "short_convolution": (ShortConvSpec, _schema(("channels", "kernel"), ("bias",))),

@@ -22,12 +22,16 @@ class Module:
             may have several parts, in its own order.
         in_features: columns.
         heads: the rows lie head by head: of each first its share of the first part, and so on.
+        ahead: rows of its one projection that other modules compute, ahead of its own.
+        behind: likewise behind them.
     """
 
     layer: int
     parts: tuple[tuple[Projection, int], ...]
     in_features: int
     heads: int = 1
+    ahead: int = 0
+    behind: int = 0
 
     @property
     def out_features(self) -> int:
@@ -42,7 +46,8 @@ class Module:
         found: dict[Projection, list[NDArray[np.float32]]] = {}
         for (name, _), part in zip(self.parts, np.split(heads, ends[:-1], axis=1), strict=True):
             found.setdefault(name, []).append(part.reshape(-1, rank))
-        return {name: np.concatenate(parts) for name, parts in found.items()}
+        around = ((self.ahead, self.behind), (0, 0))
+        return {name: np.pad(np.concatenate(parts), around) for name, parts in found.items()}
 
     def deltas(
         self, base: ArchSpec, a: NDArray[np.float32], b: NDArray[np.float32]
@@ -61,6 +66,13 @@ class Module:
                 rows = rows * scales  # as the weights that it adds to are
             found[self.layer, name] = LoraDelta(a, rows)
         return found
+
+
+def joined(first: LoraDelta, second: LoraDelta) -> LoraDelta:
+    """What both add to one projection; its rank is the sum of theirs."""
+    return LoraDelta(
+        np.concatenate([first.a, second.a]), np.concatenate([first.b, second.b], axis=1)
+    )
 
 
 def _scales(base: ArchSpec, projection: Projection) -> NDArray[np.float32]:

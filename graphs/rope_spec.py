@@ -53,6 +53,7 @@ class RopeSpec:
     truncate: bool | None = None  # yarn, round the correction range to whole channels
     factors: tuple[float, ...] | None = None  # longrope, of each pair's wavelength
     rotated_pairs: int | None = None  # proportional, the first of rotary_dim / 2 that really turn
+    turns_back: bool | None = None  # angles are negative, of any type; None: they are positive
 
     def __post_init__(self) -> None:
         """Hold the parameters to what the type needs."""
@@ -65,7 +66,7 @@ class RopeSpec:
         )
         needed = ROPE_PARAMETERS[self.type]
         for field in dataclasses.fields(self):
-            if field.default is not None:
+            if field.default is not None or field.name in _OF_ANY_TYPE:
                 continue
             given = getattr(self, field.name) is not None
             if given != (field.name in needed):
@@ -114,6 +115,8 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "truncate": (bool, NONE),
     "factors": (list, NONE),
     "rotated_pairs": (int, NONE),
+    "turns_back": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("factors", "rotated_pairs")
+_LATER: Final = ("factors", "rotated_pairs", "turns_back")
+_OF_ANY_TYPE: Final = ("turns_back",)

@@ -121,6 +121,11 @@ class ArchSpec:
     stream_norms: bool | None = None
     no_final_norm: bool | None = None  # the head reads the stream; None: a norm of it
     inverse_layer_scale: bool | None = None  # QK^T is over the number of the layer, from 1
+    qkv_bound: float | None = None  # of queries, keys and values ahead of RoPE; None: none
+    embedding_norm: bool | None = None  # the stream begins with a norm of embeddings; None: these
+    # Layers that keep a state have norms of what they read, whatever `raw_inputs` and
+    # `output_norms` say of the others; None: they are as these.
+    state_input_norms: bool | None = None
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -265,6 +270,17 @@ class ArchSpec:
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has a feed-forward layer, or experts, behind what mixes positions."""
         return self.mlp_layers is None or self.mlp_layers[layer]
+
+    def norms_inputs(self, layer: int) -> bool:
+        """Whether what attention (or a state) and MLP of a layer read is normalized."""
+        return not self.raw_inputs or self._is_apart(layer)
+
+    def norms_outputs(self, layer: int) -> bool:
+        """Whether what they add is."""
+        return bool(self.output_norms) and not self._is_apart(layer)
+
+    def _is_apart(self, layer: int) -> bool:
+        return bool(self.state_input_norms) and self.is_linear(layer)
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
@@ -415,6 +431,9 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "stream_norms": (bool, NONE),
     "no_final_norm": (bool, NONE),
     "inverse_layer_scale": (bool, NONE),
+    "qkv_bound": (float, NONE),
+    "embedding_norm": (bool, NONE),
+    "state_input_norms": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -429,4 +448,5 @@ _LATER: Final = (
     *("layer_scales", "layer_input_size", "multipliers"),
     *("layer_input_rows", "altup", "gate_cutoffs", "head_gates", "learned_positions"),
     *("embedding_size", "stream_norms", "no_final_norm", "inverse_layer_scale"),
+    *("qkv_bound", "embedding_norm", "state_input_norms"),
 )

@@ -30,7 +30,7 @@ SIZES: Final = (
 )
 _POSITIVE: Final = (
     *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
-    *("shared_kv_intermediate_size", "layer_input_size", "layer_input_rows"),
+    *("shared_kv_intermediate_size", "layer_input_size", "layer_input_rows", "qkv_bound"),
     *("learned_positions", "embedding_size"),
 )
 # What layers of one model may differ in, or have besides.
@@ -169,6 +169,7 @@ def _check_latent(spec: ArchSpec, latent: LatentSpec) -> None:
 def _check_linear(spec: ArchSpec) -> None:
     """Check what layers without attention need."""
     if spec.linear is None:
+        require(not spec.state_input_norms, "state_input_norms needs linear")
         return
     require(
         len(spec.linear.layers) == spec.num_layers,
@@ -184,6 +185,10 @@ def _check_linear(spec: ArchSpec) -> None:
         not any(spec.sliding_window[layer] for layer in spec.linear_layers),
         f"a layer that keeps a state has no sliding window; they are {spec.sliding_window}",
     )
+    require(
+        not spec.state_input_norms or (bool(spec.raw_inputs) and not spec.has_both),
+        "state_input_norms tells layers with a state from others, which have raw_inputs",
+    )
     others = {"output_norms": spec.output_norms, "attention_gate": spec.attention_gate}
     found = [name for name, one in others.items() if one]
     require(
@@ -193,7 +198,11 @@ def _check_linear(spec: ArchSpec) -> None:
 
 
 def _check_streams(spec: ArchSpec) -> None:
-    """Check what goes with several streams, and with gates that are cut off."""
+    """Check what goes with several streams, with gates that are cut off, and a normed beginning."""
+    require(
+        not (spec.embedding_norm and (spec.draft or spec.altup or spec.layer_input_size)),
+        "embedding_norm does not go with draft, altup and layer_input_size",
+    )
     rows, cutoffs = spec.layer_input_rows, spec.gate_cutoffs
     require(
         rows is None or (spec.layer_input_size is not None and rows < spec.vocab_size),

@@ -80,6 +80,8 @@ class TensorNames:
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
+    told_by: tuple[str, ...] = ()  # how names end that a checkpoint named otherwise does not have
+    plain_norms: bool = False  # norms have no weights, which then are ones
     # Of experts apart from a shared layer: norms of what router and experts read, and of what these
     # and the shared layer make, and what each expert's output is times.
     router_norm: str = "router.scale"
@@ -110,8 +112,8 @@ class TensorNames:
     laurel_norm: str = "laurel.post_laurel_norm.weight"
     # Of layers without attention. The products' inputs are one of queries, keys and values, those
     # of the gate, of beta and of the decay; or, where rows of each key head lie together, one of
-    # the first two and one of the others; or one of the others alone. A layer that is a
-    # convolution has one product.
+    # the first two and one of the others; or one of the others alone. Of six the first three are
+    # of queries, of keys and of values. A layer that is a convolution has one product.
     linear_in: tuple[str, ...] = (
         "linear_attn.in_proj_qkv",
         "linear_attn.in_proj_z",
@@ -119,6 +121,9 @@ class TensorNames:
         "linear_attn.in_proj_a",
     )
     linear_conv: str = "linear_attn.conv1d.weight"  # its bias, if it has one, is called alike
+    # Of queries, keys and values each; None: the tensor above has all.
+    linear_conv_apart: tuple[str, str, str] | None = None
+    linear_conv_in_thirds: bool = False  # these have a third of all each, whatever their names say
     conv_axes: tuple[int, ...] = (1,)  # between a kernel's channels and its tokens
     linear_a_log: str = "linear_attn.A_log"
     linear_dt_bias: str = "linear_attn.dt_bias"
@@ -138,7 +143,8 @@ class TensorNames:
     joint_norm: str = "input_norm.weight"
     apart_norm: str = "fc_norm.{}.weight"  # with "{}" for the place of the model's layer
     hidden_norm: str = "hidden_norm.weight"  # behind the prefix of the first layer
-    # Or of multi-token prediction: norms of the token's embedding, and of the state beside it.
+    # Or of multi-token prediction: norms of the token's embedding, and of the state beside it; the
+    # first one is also of models that begin with it.
     embedding_norm: str = "enorm.weight"
     state_norm: str = "hnorm.weight"
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
@@ -169,9 +175,9 @@ class TensorNames:
 
     def fit(self, found: frozenset[str]) -> bool:
         """Whether a checkpoint with the tensors `found` may be named so, but for its experts."""
-        gate = self.attention_gate
-        return self.embedding in found and (
-            gate is None or any(name.endswith(f"{gate}.weight") for name in found)
+        gates = (f"{self.attention_gate}.weight",) if self.attention_gate else ()
+        return self.embedding in found and all(
+            any(name.endswith(one) for name in found) for one in (*gates, *self.told_by)
         )
 
     def have_experts(self, found: frozenset[str]) -> bool:

@@ -38,12 +38,17 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     embedding = checked_multiplier(config, "scale_emb", config.get("scale_emb", float, 12.0))
     depth = _told(config, "scale_depth", 1.4, math.sqrt(spec.num_layers))
     base = _told(config, "dim_model_base", 256.0, float(hidden))
+    return multiplied(spec, embedding, depth, base)
+
+
+def multiplied(spec: ArchSpec, embedding: float, depth: float, base: float) -> ArchSpec:
+    """The model with `scale_emb`, `scale_depth` and `dim_model_base`."""
     return replace(
         spec,
         rms_norm_eps=spec.rms_norm_eps / embedding**2,
         residual_scale=depth / math.sqrt(spec.num_layers) / embedding,
         stream_scale=embedding,
-        logits_scale=base / hidden,
+        logits_scale=base / spec.hidden_size,
     )
 
 

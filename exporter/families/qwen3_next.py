@@ -96,7 +96,7 @@ def _rope(config: Config) -> dict[str, Any]:
 def _linear(config: Config, num_layers: int) -> LinearAttentionSpec | None:
     """The layers without attention, if there are some."""
     layers = _layers(config, num_layers)
-    linear = {
+    linear: dict[str, Any] = {
         "key_heads": config.get("linear_num_key_heads", int, 16),
         "value_heads": config.get("linear_num_value_heads", int, 32),
         "key_size": config.get("linear_key_head_dim", int, 128),

@@ -94,6 +94,11 @@ def _starcoder2(facts: Facts) -> Values:
     return values | {"use_bias": facts.has_qkv_bias(), "sliding_window": None}
 
 
+def _orion(facts: Facts) -> Values:
+    """Orion, whose LayerNorms' epsilon is called as RMSNorms' are."""
+    return _with_layer_norms(facts, "OrionForCausalLM", "rms_norm_eps")
+
+
 def _phi2(facts: Facts) -> Values:
     return _with_layer_norms(facts, "PhiForCausalLM", "layer_norm_eps", partial=True)
 
@@ -296,6 +301,12 @@ def _gpt_oss(facts: Facts) -> Values:
     }
 
 
+def _olmo(facts: Facts) -> Values:
+    bound = facts.metadata.get("attention.clamp_kqv", float, 0.0)
+    values = _with_layer_norms(facts, "OlmoForCausalLM", "layer_norm_eps")
+    return values | {"clip_qkv": bound or None, "attention_bias": facts.has_qkv_bias()}
+
+
 def _olmoe(facts: Facts) -> Values:
     facts.metadata.expect("expert_weights_norm", False)
     values = common(facts, "OlmoeForCausalLM") | experts(facts)
@@ -361,8 +372,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "nemotron": Architecture(_nemotron),
     "nemotron_h": Architecture(states.nemotron_h, neighbours=True),
     "nemotron_h_moe": Architecture(states.nemotron_h, neighbours=True),
+    "olmo": Architecture(_olmo, neighbours=True),
     "olmo2": Architecture(recent.olmo2),
     "olmoe": Architecture(_olmoe),
+    "orion": Architecture(_orion),
     "phi2": Architecture(_phi2),
     "phi3": Architecture(_phi3),
     "qwen2": Architecture(_qwen2),

@@ -158,6 +158,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mistral4": _LATENTS,
     "nemotron_h": _BLOCKS,
     "nemotron_h_moe": _BLOCKS,
+    "olmo": {"plain_norms": True},
     "phi3": {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)},
     "qwen35": _DELTA_NETS,
     "qwen35moe": _DELTA_NETS,

@@ -11,6 +11,7 @@ from onnxport.graphs.lora import PROJECTIONS, Projection, projection_shapes
 from onnxport.graphs.lora_module import Module, block_of
 from onnxport.graphs.spec import ArchSpec
 
+EXAONES: Final = "transformer.h"  # where published EXAONE 3 has its layers
 # A module of a layer -> the projections that it computes, one below the other.
 _Modules = Mapping[str, tuple[Projection, ...]]
 
@@ -88,6 +89,18 @@ _GPT2: Final = replace(
     attention={"attn.c_attn": (_Q, _K, _V), "attn.c_proj": (_O,)},
     feed_forward={"mlp.c_fc": ("up_proj",), "mlp.c_proj": ("down_proj",)},
 )
+_EXAONE: Final = _Names(
+    attention={
+        **{f"attn.attention.{name}": (name,) for name in PROJECTIONS[:3]},
+        "attn.attention.out_proj": (_O,),
+    },
+    state={},
+    feed_forward={
+        "mlp.c_fc_0": ("gate_proj",),
+        "mlp.c_fc_1": ("up_proj",),
+        "mlp.c_proj": ("down_proj",),
+    },
+)
 _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
     "phi3": replace(
@@ -96,6 +109,9 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     ),
     "glm": _GLM,
     "glm4": _GLM,
+    "internlm2": replace(
+        _LFM2, attention={"attention.wqkv": (_Q, _K, _V), "attention.wo": (_O,)}, state={}
+    ),
     "phi": replace(
         _PLAIN,
         attention={
@@ -140,6 +156,16 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
             "linear_attn.out_proj": (_O,),
         },
     ),
+    "olmo_hybrid": replace(
+        _PLAIN,
+        state={
+            **{f"linear_attn.{name}": ("linear_qkv",) for name in PROJECTIONS[:3]},
+            "linear_attn.g_proj": ("linear_z",),
+            "linear_attn.b_proj": ("linear_b",),
+            "linear_attn.a_proj": ("linear_a",),
+            "linear_attn.o_proj": (_O,),
+        },
+    ),
     "granitemoehybrid": _Names(
         attention=_ATTENTION,
         state=_SPACE,
@@ -158,6 +184,7 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
         state={**_SPACE, "mamba.out_proj": ("linear_o",)},
         feed_forward={f"feed_forward.{name}": (name,) for name in PROJECTIONS[4:]},
     ),
+    "nanochat": replace(_PLAIN, feed_forward={"mlp.fc1": ("up_proj",), "mlp.fc2": ("down_proj",)}),
     "nemotron_h": _Names(
         attention={f"mixer.{name}": (name,) for name in PROJECTIONS[:4]},
         state={name.replace("mamba", "mixer"): one for name, one in _SPACE.items()},
@@ -168,7 +195,9 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "lfm3": _LFM3,
 }
 # Families whose queries, keys and values of each head of keys lie together.
-_BY_HEAD: Final = frozenset({"falcon", "gpt_bigcode", "gpt_neox"})
+_BY_HEAD: Final = frozenset({"falcon", "gpt_bigcode", "gpt_neox", "internlm2"})
+# Modules that make one of queries, keys and values of delta nets; which one.
+_OF_DELTA_NETS: Final = {f"linear_attn.{one}": at for at, one in enumerate(PROJECTIONS[:3])}
 # Families whose feed-forward layers have the number behind that of what is ahead of them.
 _OF_BLOCKS: Final = frozenset({"nemotron_h"})
 
@@ -179,9 +208,13 @@ def numbers_of(base: ArchSpec) -> int:
     return base.num_layers + blocks
 
 
-def modules_of(base: ArchSpec) -> dict[str, Module]:
-    """Return what adapters may add to, by names such as `layers.0.self_attn.q_proj`."""
-    names = _OTHERS.get(base.family, _PLAIN)
+def modules_of(base: ArchSpec, parent: str = "model.layers") -> dict[str, Module]:
+    """Return what adapters may add to, by names such as `layers.0.self_attn.q_proj`.
+
+    `parent` is what the layers are in, which of some families tells what their modules are called.
+    """
+    published = base.family == "exaone" and parent == EXAONES
+    names = _EXAONE if published else _OTHERS.get(base.family, _PLAIN)
     found = {}
     for layer in range(base.num_layers):
         shapes = projection_shapes(base, layer)
@@ -191,7 +224,8 @@ def modules_of(base: ArchSpec) -> dict[str, Module]:
                 block = block_of(base, layer, projections[0])
             parts = [part for one in projections for part in _parts(base, one, shapes[one][0])]
             columns, heads = shapes[projections[0]][1], _heads(base, projections)
-            found[f"layers.{block}.{name}"] = Module(layer, tuple(parts), columns, heads)
+            module = Module(layer, tuple(parts), columns, heads)
+            found[f"layers.{block}.{name}"] = _one_of_three(name, module)
     return found
 
 
@@ -204,11 +238,21 @@ def _parts(base: ArchSpec, projection: Projection, rows: int) -> list[tuple[Proj
     return [(projection, size) for size in sizes]
 
 
+def _one_of_three(name: str, module: Module) -> Module:
+    """The module, whose rows may be those of delta nets' queries, keys or values alone."""
+    place = _OF_DELTA_NETS.get(name)
+    if place is None:
+        return module
+    rows = [count for _, count in module.parts]
+    ahead, behind = sum(rows[:place]), sum(rows[place + 1 :])
+    return replace(module, parts=(module.parts[place],), ahead=ahead, behind=behind)
+
+
 def _heads(base: ArchSpec, projections: tuple[Projection, ...]) -> int:
     """By how many heads the rows of a module lie; 1: not by heads."""
     if "attention_gate" in projections and len(projections) > 1:
         return base.num_heads
-    if base.family in _BY_HEAD and len(projections) > 1:
+    if base.family in _BY_HEAD and "q_proj" in projections:
         return base.num_kv_heads
     if base.family == "qwen3_next" and len(projections) > 1:  # of delta nets
         assert isinstance(base.linear, LinearAttentionSpec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError
 from onnxport.graphs.invocation import read_invocation
 from onnxport.graphs.lora import LoraAdapter, LoraDelta, Projection
-from onnxport.graphs.lora_module import Module
+from onnxport.graphs.lora_module import Module, joined
 from onnxport.graphs.spec import ArchSpec
 from onnxport.serving.adapters.modules import modules_of, numbers_of
 from onnxport.serving.adapters.patterns import check_time
@@ -43,6 +43,7 @@ _MULTIPLIED: Final = frozenset(["falcon_h1"])
 _EMBEDDINGS: Final[Mapping[str, str]] = {
     "falcon": "word_embeddings",
     "gpt_neox": "embed_in",
+    "internlm2": "tok_embeddings",
     "nemotron_h": "embeddings",
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gptj"), "wte"),
 }
@@ -85,17 +86,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     where = f"{config.path}: alora_invocation_tokens"
     invocation = read_invocation(where, config.invocation, base)
     pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
-    parent = next(
-        (one for one in _PARENTS if any(name.startswith(_layers(one)) for name in pairs)),
-        _PARENTS[0],
-    )
-    modules = {
-        _layers(parent) + name.removeprefix("layers."): module
-        for name, module in modules_of(base).items()
-    }
-    # linear too, and not to be adapted here
-    embedding = _EMBEDDINGS.get(base.family, "embed_tokens")
-    others = (f"{parent}.{embedding}", _HEADS.get(parent, "lm_head"))
+    modules, others = _modules(base, pairs)
     check_time(config.path, config.expressions, [*modules, *others])
     _check_others(config, others, modules)
     _check_modules(folder, config, pairs, set(modules), base)
@@ -110,7 +101,8 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
                 f"scaled by {config.scaling_of(module):g}; the file is damaged, or the training "
                 "diverged"
             )
-        deltas |= modules[module].deltas(base, a, scaled)
+        for key, delta in modules[module].deltas(base, a, scaled).items():
+            deltas[key] = joined(deltas[key], delta) if key in deltas else delta
     adapter = LoraAdapter(deltas)
     return AdapterContent(
         *(adapter, fingerprint(adapter), folder, config.base_model), invocation=invocation
@@ -120,6 +112,23 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
 def _layers(parent: str) -> str:
     """What names of modules of layers begin with."""
     return f"{parent}.{_LAYERS.get(parent, 'layers')}."
+
+
+def _modules(base: ArchSpec, named: Collection[str]) -> tuple[dict[str, Module], tuple[str, str]]:
+    """The decoder's modules, where these are, and linear ones that are not to be adapted here."""
+    parent = next(
+        (one for one in _PARENTS if any(name.startswith(_layers(one)) for name in named)),
+        _PARENTS[0],
+    )
+    layers = _layers(parent)
+    modules = {
+        layers + name.removeprefix("layers."): module
+        for name, module in modules_of(base, layers.removesuffix(".")).items()
+    }
+    published = base.family == "exaone" and parent == "transformer"
+    embedding = "wte" if published else _EMBEDDINGS.get(base.family, "embed_tokens")
+    head = "output" if base.family == "internlm2" else _HEADS.get(parent, "lm_head")
+    return modules, (f"{parent}.{embedding}", head)
 
 
 def fingerprint(adapter: LoraAdapter) -> str:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 CONFIG_FILE: Final = "adapter_config.json"
 MAX_PATTERN: Final = 1000  # characters of a regular expression
 ALL_LINEAR: Final = "all-linear"  # PEFT's word for every linear layer but the output head
-_OF_LAYER: Final = re.compile(r"\.(layers|h)\.\d+\.")
+_OF_LAYER: Final = re.compile(r"\.(?:layers|h)\.\d+\.")
 
 # Of what `init_lora_weights` may be, that which leaves the base model as it is. The others subtract
 # the first values of the adapter from its weights.

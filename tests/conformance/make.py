@@ -81,6 +81,7 @@ ONCE: Final = (
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),
     ("nemotron", "int4"),
+    ("olmo", "int8"),
     ("olmo2", "int4"),
     ("olmo3", "fp32"),
     ("olmoe", "int8"),

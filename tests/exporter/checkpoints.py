@@ -773,6 +773,14 @@ CASES: Mapping[str, Case] = {
     "llama-yarn-mscale": _yarn(mscale=0.7, mscale_all_dim=1.3, truncate=False),
     "llama-yarn-given": _yarn(attention_factor=0.9, beta_fast=16.0, beta_slow=2.0),
     "mistral": Case("mistral", {"sliding_window": None}, torch.float16, shards=True),
+    "ministral": Case(
+        "ministral",
+        {
+            **{"sliding_window": 6, "head_dim": 32, "rms_norm_eps": 0.05},
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        torch.bfloat16,
+    ),
     "mistral-window": Case("mistral", {"sliding_window": 7, "head_dim": 32}),
     "mistral3": Case(
         "mistral",
@@ -973,6 +981,16 @@ CASES: Mapping[str, Case] = {
         "arcee",
         {"attention_bias": True, "mlp_bias": True, "hidden_act": "silu", "head_dim": 16},
         shards=True,
+    ),
+    "nanochat": Case(  # as published: a cap of logits, which in a model as small tells nothing
+        "nanochat", {"final_logit_softcapping": 4.0, "rms_norm_eps": 0.05}, torch.bfloat16
+    ),
+    "nanochat-biases": Case(
+        "nanochat",
+        {
+            **{"attention_bias": True, "hidden_act": "gelu", "final_logit_softcapping": None},
+            "tie_word_embeddings": True,
+        },
     ),
     "nemotron": Case(
         "nemotron", {"head_dim": 32, "norm_eps": 0.05, "mlp_bias": True}, torch.bfloat16
@@ -1258,6 +1276,8 @@ CASES: Mapping[str, Case] = {
             "tie_word_embeddings": True,
         },
     ),
+    "olmo": Case("olmo", {"clip_qkv": 1.0}, torch.bfloat16),  # which many numbers are beyond
+    "olmo-biases": Case("olmo", {"attention_bias": True, "tie_word_embeddings": True}),
     "olmo2": Case("olmo2", {"rms_norm_eps": 0.05}, torch.bfloat16),
     "olmo2-biases": Case(
         "olmo2",
@@ -1356,6 +1376,14 @@ _SHARED_EXPERT: Mapping[str, Any] = {
 }
 _FULL, _LINEAR = "full_attention", "linear_attention"
 # Models with layers that have a state in place of keys and values.
+_OLMO_HYBRID: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "rms_norm_eps": 0.05,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
 HYBRID: Mapping[str, Case] = {
     "qwen3.5": Case("qwen3_5_text", _DELTA_NETS, torch.bfloat16),
     "qwen3.5-tied": Case(  # as many heads of keys and values, and a layer of a state is the last
@@ -1395,6 +1423,22 @@ HYBRID: Mapping[str, Case] = {
         {**_DELTA_NETS, "tie_word_embeddings": True},
         torch.bfloat16,
         inside="qwen3_5",
+    ),
+    "olmo-hybrid": Case("olmo_hybrid", _OLMO_HYBRID, torch.bfloat16),
+    "olmo-hybrid-rope": Case(  # value heads share keys, and how much of them is new is at most 1
+        "olmo_hybrid",
+        {
+            **_OLMO_HYBRID,
+            "num_hidden_layers": 2,
+            "layer_types": [_FULL, _LINEAR],
+            "linear_num_value_heads": 8,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 2,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3.5-moe": Case("qwen3_5_moe_text", _SHARED_EXPERT),
     "qwen3.5-moe-images": Case(

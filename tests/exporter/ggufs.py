@@ -60,6 +60,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "mistral": "llama",
     "mixtral": "llama",
     "nemotron": "nemotron",
+    "olmo": "olmo",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmoe": "olmoe",
@@ -87,7 +88,7 @@ GRANITE_SWA: Mapping[str, str] = {
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 NEIGHBOURS = (
     *("arcee", "llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared"),
-    *("granite_swa", "granitemoe_swa", "smollm3"),
+    *("granite_swa", "granitemoe_swa", "olmo", "smollm3"),
 )
 PARTIAL = ("gptneox", "nemotron", "phi2", "stablelm")
 LAYER_NORMS = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
@@ -227,6 +228,7 @@ def metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim") or hidden // heads
     epsilons = [(name, config.get(name)) for name in ("rms_norm_eps", "norm_eps", *LAYER_NORMS)]
+    epsilons += [("norm_epsilon", 1e-5)]  # OLMo's, which its configuration does not say
     epsilon, eps = next((name, one) for name, one in epsilons if one)
     has_layer_norms = epsilon in LAYER_NORMS or architecture == "nemotron"
     norm = "layer_norm_epsilon" if has_layer_norms else "layer_norm_rms_epsilon"
@@ -296,6 +298,8 @@ def recent(config: Mapping[str, Any], architecture: str, head: int) -> dict[str,
         if architecture != "cohere2":
             pattern = [kind == "sliding_attention" for kind in types]
             keys["{arch}.attention.sliding_window_pattern"] = pattern
+    if architecture == "olmo" and config.get("clip_qkv"):
+        keys["{arch}.attention.clamp_kqv"] = config["clip_qkv"]
     if architecture == "granite_swa":
         keys["{arch}.attention.sliding_window"] = config["sliding_window"]
         pattern = [kind == "sliding_attention" for kind in types]

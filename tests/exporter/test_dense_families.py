@@ -1,16 +1,19 @@
-"""HyperCLOVA X, IQuest-Coder, CWM, Jais 2, MiniCPM 3, VaultGemma: how configurations read."""
+"""HyperCLOVA X, CWM, Jais 2, MiniCPM 3, nanochat, VaultGemma, …: how configurations read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.rope import tables
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.spec import ArchSpec
 from tests.exporter import checkpoints
@@ -66,6 +69,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         **{"architectures": ["Jais2ForCausalLM"], "model_type": "jais2"},
         **{"hidden_act": "relu2", "layer_norm_eps": 1e-05, "rope_theta": 500000.0},
         **{"attention_bias": True, "mlp_bias": True},
+    },
+    "nanochat": {
+        **{"architectures": ["NanoChatForCausalLM"], "model_type": "nanochat"},
+        **{"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "hidden_act": "relu2"},
+        **{"final_logit_softcapping": 15.0, "num_key_value_heads": 2},
     },
     "vaultgemma": {
         **{"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma", **NORM},
@@ -147,6 +155,19 @@ def test_minicpm3() -> None:
     assert (null.residual_scale, null.logits_scale) == (pytest.approx(1 / 12), 1.0)
 
 
+def test_nanochat() -> None:
+    spec = read(config("nanochat"))
+    assert (spec.qk_norm, spec.qk_norm_last, spec.embedding_norm) == (True, True, True)
+    assert (spec.ungated, spec.hidden_act, spec.logits_softcap) == (True, "relu2", 15.0)
+    assert (spec.rope.turns_back, spec.rope.type) == (True, "default")
+    assert read(config("nanochat", final_logit_softcapping=None)) == spec
+    assert read({**config("nanochat"), "final_logit_softcapping": None}).logits_softcap is None
+    cos, sin = tables(spec.rope, 8)
+    forth = tables(replace(spec.rope, turns_back=None), 8)
+    np.testing.assert_array_equal(cos, forth[0])
+    np.testing.assert_array_equal(sin, -forth[1])
+
+
 def test_vaultgemma() -> None:
     spec = read(config("vaultgemma"))
     assert (spec.output_norms, spec.inner_norm_eps) == (None, None)
@@ -171,6 +192,8 @@ def test_vaultgemma() -> None:
         ("minicpm3", {"scale_emb": 0}, "scale_emb is 0.0"),
         ("minicpm3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("minicpm3", {"attention_bias": True}, "attention_bias = true"),
+        ("nanochat", {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0"),
+        ("nanochat", {"partial_rotary_factor": 0.5}, "64 of 128 channels rotate"),
         ("vaultgemma", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("vaultgemma", {"use_bidirectional_attention": True}, "see those behind them"),
     ],
@@ -187,7 +210,7 @@ def test_what_would_change_the_result_is_refused(
     [
         *(("granite-swa", "int4"), ("granitemoe-swa", "int4"), ("hyperclovax", "int8")),
         *(("iquestcoder", "fp16"), ("cwm", "int4"), ("jais2", "int4"), ("vaultgemma", "int8")),
-        ("minicpm3", "int4"),
+        *(("minicpm3", "int4"), ("nanochat", "int4"), ("nanochat", "fp16")),
     ],
 )
 def test_precisions(case: str, precision: str, tmp_path: Path) -> None:

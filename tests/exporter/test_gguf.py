@@ -44,7 +44,17 @@ SAME = (
     *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
     *("gpt-oss", "granite", "granitemoe", "granitemoeshared", "llama", "llama-mha"),
     *("llama-mqa-biases", "llama-tied", "llama-one-layer", "llama-linear", "llama-yarn"),
-    *("mistral", "mixtral", "olmo2", "olmoe", "phi3", "phi3-longrope", "phi3-window", "qwen2"),
+    *(
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmoe",
+        "phi3",
+        "phi3-longrope",
+        "phi3-window",
+        "qwen2",
+    ),
     *("qwen2-moe", "qwen2-ragged", "qwen3", "qwen3-biases", "qwen3-moe", "seed-oss", "smollm3"),
 )
 YARN: Mapping[str, Any] = {**checkpoints.LATENT_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}

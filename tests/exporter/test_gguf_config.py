@@ -71,7 +71,7 @@ LATENTS: Mapping[str, Any] = {
 # What each needs besides.
 OWN: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gptneox", "jais2", "nemotron", "phi2", "stablelm", "starcoder2"), LAYER_NORM),
-    **dict.fromkeys(("falcon", "gpt2"), LAYER_NORM),
+    **dict.fromkeys(("falcon", "gpt2", "olmo", "orion"), LAYER_NORM),
     "starcoder": {**LAYER_NORM, "attention.head_count_kv": 1},
     "afmoe": {
         "attention.sliding_window": 8,

@@ -69,6 +69,7 @@ def test_onnxruntime_genai_generates_transformers_tokens(name: str, tmp_path: Pa
     ("name", "precision"),
     [
         *(("qwen3.5", "int4"), ("qwen3.5", "int8"), ("qwen3.5-tied", "fp16")),
+        *(("olmo-hybrid", "int4"), ("olmo-hybrid", "fp16"), ("olmo-hybrid-rope", "int8")),
         *(("qwen3-next", "int4"), ("qwen3.5-moe", "fp16")),
         *(("granite-4", "int4"), ("granite-4-dense", "fp16"), ("bamba-biases", "int8")),
         *(("nemotron-h", "int4"), ("nemotron-h-biases", "fp16")),

@@ -1,15 +1,24 @@
-"""OLMo 2 and 3: how their configurations read, and what of them is refused."""
+"""OLMo 1 to 3: how their configurations read, and what of them is refused."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config
+from onnxport.exporter.export import export_model
+from onnxport.exporter.families import find_family
+from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.plan import plan_weights
+from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.spec import ArchSpec
+from tests.exporter import checkpoints
 from tests.exporter.configs import read, respelled
+from tests.exporter.run_graphs import check_golden
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -36,6 +45,17 @@ COMMON: dict[str, Any] = {
     "rope_theta": 500000,
     "tie_word_embeddings": False,
     "use_cache": True,
+}
+OLMO: dict[str, Any] = {
+    **{key: one for key, one in COMMON.items() if key not in ("rms_norm_eps", "rope_theta")},
+    "architectures": ["OlmoForCausalLM"],
+    "clip_qkv": 8.0,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo",
+    "pretraining_tp": 1,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "vocab_size": 50304,
 }
 OLMO2: dict[str, Any] = {
     **COMMON,
@@ -68,6 +88,19 @@ def test_published_files_are_understood_in_both_spellings(values: dict[str, Any]
     assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
+def test_norms_of_the_first_olmo_have_no_weights() -> None:
+    spec = read(OLMO)
+    assert (spec.layer_norms, spec.norm_biases, spec.rms_norm_eps) == (True, None, 1e-5)
+    assert (spec.qkv_bound, spec.qk_norm, spec.raw_inputs) == (8.0, False, None)
+    assert read(respelled(OLMO)) == spec
+    assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert read({**OLMO, "clip_qkv": None}).qkv_bound is None  # as the 1B has it
+    assert read({**OLMO, "layer_norm_eps": 1e-5}) == spec
+    plan = plan_weights(spec, find_family(Config(OLMO, Path("config.json"))).tensors)
+    assert not [name for name in plan.shapes() if "norm" in name]
+    assert plan.vectors["final_norm"].shape == (4096,)
+
+
 def test_layers_with_a_window_keep_the_first_rope() -> None:
     spec = read(OLMO3)
     assert spec.sliding_window[:5] == (4096, 4096, 4096, None, 4096)
@@ -93,6 +126,9 @@ def test_yarn_may_be_asked_for_more_than_the_file_says() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
+        ({**OLMO, "layer_norm_eps": 1e-6}, "layer_norm_eps is 1e-06"),
+        ({**OLMO, "hidden_act": "gelu"}, "hidden_act"),
+        ({**OLMO, "rms_norm_eps": 1e-5}, "rms_norm_eps"),
         ({**OLMO2, "clip_qkv": 8.0}, "clip_qkv"),
         ({**OLMO2, "hidden_act": "gelu"}, "hidden_act"),
         ({**OLMO2, "rope_scaling": {"rope_type": "proportional"}}, "proportional"),
@@ -121,3 +157,13 @@ def test_what_would_change_the_result_is_refused(values: dict[str, Any], named: 
 def test_a_configuration_that_makes_no_sense() -> None:
     with pytest.raises(CheckpointError, match="positive or None"):
         read({**OLMO3, "sliding_window": 0})
+    with pytest.raises(CheckpointError, match=r"clip_qkv is 0\.0"):
+        read({**OLMO, "clip_qkv": 0.0})
+
+
+@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
+def test_precisions_of_the_first_olmo(precision: str, tmp_path: Path) -> None:
+    checkpoints.make(checkpoints.CASES["olmo"], tmp_path / "checkpoint")
+    options = ExportOptions(precision=precision, threads=1, group_size=32)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    check_golden(Artifact.read(path))

@@ -51,6 +51,8 @@ FAMILIES = (
     "jais2",
     "llama",
     "mistral-window",
+    "nanochat",
+    "olmo",
     "phi3-longrope",
     "qwen2",
     "qwen3",
@@ -95,6 +97,8 @@ def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
             if spec.family == "phi3" and projection in KINDS[joined]:
                 module = f"{joined}_proj"
                 begin = sum(rows[one] for one in takewhile(projection.__ne__, KINDS[joined]))
+        if spec.family == "nanochat":
+            module = {"up_proj": "fc1", "down_proj": "fc2"}.get(module, module)
         weight = weights[f"model.layers.{layer}.{parent}.{module}.weight"]
         added = delta.b @ delta.a
         if projection in ("o_proj", "down_proj"):

@@ -40,6 +40,7 @@ FAMILIES = (
     *("qwen3.5", "qwen3.5-images", "qwen3.5-moe", "qwen3-next", "qwen3-next-dense-layers"),
     *("granite-4", "granite-4-dense", "bamba-biases", "falcon-h1"),
     *("nemotron-h", "nemotron-h-biases", "nemotron-3", "lfm2-biases", "lfm2-moe", "lfm3"),
+    "olmo-hybrid",
 )
 EXACT: Mapping[str, Any] = {"matmul_accuracy_level": 1}
 # One is longer than what devices compute of a state at once.
@@ -106,7 +107,8 @@ def test_an_adapter_does_what_merging_it_would(made: Maker, case: str, attention
     named = {(layer, name) for layer, name in one.adapters[1].deltas}
     layers = range(one.spec.num_layers)
     assert named == {(at, name) for at in layers for name in projection_shapes(one.spec, at)}
-    options = {"max_adapters": 2, "max_adapter_rank": 4, "state_slots": 8}
+    rank = max(4, *(adapter.rank for adapter in one.adapters.values()))  # of several modules
+    options = {"max_adapters": 2, "max_adapter_rank": rank, "state_slots": 8}
     with opened(one.path, attention, hybrid_kv_cache=False, **options) as model:
         fill(model, one)
         run = Stateful(model, 3)

@@ -54,6 +54,7 @@ MODELS: Mapping[str, Model] = {  # one of each way in which tensors are made of 
     "starcoder2": Model("starcoder2"),
     "stablelm": Model("stablelm"),
     "nemotron": Model("nemotron"),
+    "olmo": Model("olmo"),
     "olmo2": Model("olmo2"),
     "olmo3": Model("olmo3"),
     "afmoe": Model("afmoe-dense"),

@@ -46,7 +46,7 @@ MODELS: Mapping[str, Model] = {
     **{name: Model(name) for name in ("hunyuan-biases", "internlm3", "internlm3-biases", "llama")},
     **{name: Model(name) for name in ("llama-linear", "llama-llama3", "llama-mha", "llama-yarn")},
     **{name: Model(name) for name in ("llama-mqa-biases", "llama-tied", "mistral", "mistral3")},
-    **{name: Model(name) for name in ("nemotron-biases", "olmo2")},
+    **{name: Model(name) for name in ("nemotron-biases", "olmo", "olmo2")},
     **{name: Model(name) for name in ("olmo2-biases", "olmo3", "phi3", "qwen2")},
     **{
         name: Model(name)

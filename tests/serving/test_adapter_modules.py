@@ -32,6 +32,7 @@ NEMOTRON = replace(
     mlp_layers=(True, False, True, False),
 )
 LFM2 = replace(BASE, family="lfm2", linear=CONV)
+OLMO = replace(SPEC, family="olmo_hybrid", attention_gate=None)
 AFMOE = replace(BASE, family="afmoe", attention_gate=True)
 EXPERTS = ExpertsSpec(count=4, per_token=2, size=32, normalized=True, shared_size=64)
 
@@ -47,7 +48,7 @@ def tensors_of(base: ArchSpec, parent: str = "model") -> Tensors:
 
 
 @pytest.mark.parametrize(
-    "base", [QWEN, NEXT, GRANITE, NEMOTRON, LFM2, AFMOE], ids=lambda b: b.family
+    "base", [QWEN, NEXT, GRANITE, NEMOTRON, LFM2, AFMOE, OLMO], ids=lambda b: b.family
 )
 def test_modules_have_all_projections_once(base: ArchSpec) -> None:
     """With as many rows as the products of the graph have."""
@@ -119,6 +120,19 @@ def test_rows_of_projections(base: ArchSpec, name: str, order: dict[str, list[in
     found = module.by_projection(np.repeat(rows, 3, axis=1))
     assert {one: part[:, 0].tolist() for one, part in found.items()} == order
     assert {part.shape[1] for part in found.values()} == {3}
+
+
+def test_queries_keys_and_values_of_states_are_joined(tmp_path: Path) -> None:
+    """Each has low ranks of its own, which are those of their product one behind the other."""
+    tensors, linear = tensors_of(OLMO), LINEAR
+    write_adapter(tmp_path, tensors, lora_alpha=4, target_modules="all-linear")
+    delta = read_adapter(tmp_path, OLMO).adapter.deltas[0, "linear_qkv"]
+    assert (delta.a.shape, delta.b.shape) == ((12, OLMO.hidden_size), (linear.channels, 12))
+    parts = []
+    for one in ("q_proj", "k_proj", "v_proj"):
+        prefix = f"base_model.model.model.layers.0.linear_attn.{one}.lora_"
+        parts.append(tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"])
+    np.testing.assert_allclose(delta.b @ delta.a, np.concatenate(parts), rtol=1e-5, atol=1e-5)
 
 
 def test_parts_of_a_module_without_heads() -> None:
