@@ -48,7 +48,7 @@ def product(
 def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
     """Attention's attributes. The window counts the query's own token, as the spec's does."""
     return ops.AttentionAttributes(
-        num_heads=spec.num_heads,
+        num_heads=spec.query_heads(layer),
         kv_num_heads=spec.heads_of(layer).num_kv_heads,
         scale=spec.attention_scale,
         softcap=spec.attention_softcap,

@@ -76,7 +76,8 @@ def attention_matrices(
     if not spec.attention_gate:
         return found
     if names.attention_gate is not None:
-        gate = stack_rows(prefix, (names.attention_gate,), (spec.gate_size,), inputs, biased=False)
+        sizes = (spec.gate_size(layer),)
+        gate = stack_rows(prefix, (names.attention_gate,), sizes, inputs, biased=False)
         return found | {role + "attention_gate": gate}
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
     q, gates = split_by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)

@@ -33,8 +33,9 @@ def attend(
         heads = _of_heads(spec, layer, weights, x, tables, kept)
     result = _mixed(spec, layer, weights, *heads)
     if spec.attention_gate:
-        gates = sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
-        result *= np.repeat(gates, spec.q_size // spec.gate_size, axis=-1)
+        product = weights.linear(f"layers.{layer}.attention_gate", x)
+        gates = softplus(product) if spec.softplus_gates else sigmoid(product)
+        result *= np.repeat(gates, result.shape[1] // gates.shape[1], axis=-1)
     return result
 
 
@@ -70,12 +71,12 @@ def _of_heads(
         embedding = spec.rope_of(layer)
         heads[:2] = [_rotate(one, tables, embedding) for one in heads[:2]]
     if len(heads) == 1:
-        return _of_each_query(spec, heads[0], *kept[spec.kv_source(layer)])
+        return _of_each_query(heads[0], *kept[spec.kv_source(layer)])
     q, k, v = heads
     if spec.value_norm:
         v = rms_norm(v, np.ones(size, np.float32), spec.inner_eps)
     kept[layer] = k, v
-    return _of_each_query(spec, q, k, v)
+    return _of_each_query(q, k, v)
 
 
 def _turned(
@@ -94,12 +95,12 @@ def _turned(
         )
         for part, name in zip(heads[:2], ("q_norm", "k_norm"), strict=True)
     )
-    return _of_each_query(spec, q, k, heads[2])
+    return _of_each_query(q, k, heads[2])
 
 
-def _of_each_query(spec: ArchSpec, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+def _of_each_query(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Keys and values for each query head, and these."""
-    shared = spec.num_heads // k.shape[1]
+    shared = q.shape[1] // k.shape[1]
     return q, np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
 
 

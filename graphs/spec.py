@@ -19,6 +19,7 @@ from onnxport.graphs.fields import (
     NONE,
     check_fields,
     construct,
+    counts,
     flags,
     is_a,
     numbers,
@@ -50,7 +51,7 @@ class ArchSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int  # query heads
+    num_heads: int  # query heads; the most of any layer: see `layer_heads`
     num_kv_heads: int
     head_size: int
     vocab_size: int
@@ -113,6 +114,8 @@ class ArchSpec:
     # Of each layer's gate what is less than so many deviations above its mean is 0; None: nothing.
     gate_cutoffs: tuple[float | None, ...] | None = None
     head_gates: bool | None = None  # `attention_gate` has a number a head; None: one a channel
+    softplus_gates: bool | None = None  # it is a softplus of the product; None: a sigmoid
+    layer_heads: tuple[int, ...] | None = None  # query heads of each layer; None: num_heads
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -125,12 +128,12 @@ class ArchSpec:
 
     @property
     def attended_size(self) -> int:
-        """Width of what the output projection of attention reads, but of `global_heads`."""
+        """Width of what the output projection of attention reads, where layers are alike."""
         return self.num_heads * (self.head_size if self.latent is None else self.latent.value_size)
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads, num_heads * head_size, but of `global_heads`."""
+        """Width of all query heads, num_heads * head_size, where layers are alike."""
         return self.num_heads * self.head_size
 
     @property
@@ -151,10 +154,15 @@ class ArchSpec:
             head_size=self.head_size, num_kv_heads=self.num_kv_heads, keys_are_values=False
         )
 
+    def query_heads(self, layer: int) -> int:
+        """The query heads of a layer."""
+        return self.num_heads if self.layer_heads is None else self.layer_heads[layer]
+
     def qkv_parts(self, layer: int) -> tuple[int, ...]:
         """Widths of a layer's packed projection: queries, and its own keys and values, if any."""
         heads = self.heads_of(layer)
-        queries, keys = self.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
+        queries = self.query_heads(layer) * heads.head_size
+        keys = heads.num_kv_heads * heads.head_size
         if self.kv_source(layer) != layer:
             return (queries,)
         return (queries, keys) if heads.keys_are_values else (queries, keys, keys)
@@ -170,10 +178,9 @@ class ArchSpec:
         """Whether layers have other heads than others, or read their keys and values."""
         return self.global_heads is not None or self.shared_kv_layers is not None
 
-    @property
-    def gate_size(self) -> int:
-        """Numbers of a token that `attention_gate` multiplies heads with."""
-        return self.num_heads if self.head_gates else self.q_size
+    def gate_size(self, layer: int) -> int:
+        """Numbers of a token that a layer's `attention_gate` multiplies heads with."""
+        return self.query_heads(layer) * (1 if self.head_gates else self.head_size)
 
     @property
     def has_gqa_graph(self) -> bool:
@@ -324,6 +331,7 @@ class ArchSpec:
         fields["sliding_window"] = tuple(windows)
         fields["rotated_layers"] = flags("model.rotated_layers", fields["rotated_layers"])
         fields["mlp_layers"] = flags("model.mlp_layers", fields["mlp_layers"])
+        fields["layer_heads"] = counts("model.layer_heads", fields["layer_heads"])
         for name, read in _PARTS.items():
             if fields[name] is not None:
                 fields[name] = read(fields[name])
@@ -393,6 +401,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "altup": (dict, NONE),
     "gate_cutoffs": (list, NONE),
     "head_gates": (bool, NONE),
+    "softplus_gates": (bool, NONE),
+    "layer_heads": (list, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -405,5 +415,5 @@ _LATER: Final = (
     *("norm_biases", "parallel_norms", "head_bias", "apart_qk_norm"),
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
-    *("layer_input_rows", "altup", "gate_cutoffs", "head_gates"),
+    *("layer_input_rows", "altup", "gate_cutoffs", "head_gates", "softplus_gates", "layer_heads"),
 )

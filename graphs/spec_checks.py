@@ -66,15 +66,17 @@ def check_spec(spec: ArchSpec) -> None:
         not (spec.attention_gate and spec.qkv_bias),
         "attention_gate and qkv_bias exclude each other",
     )
-    require(
-        bool(spec.attention_gate) or not spec.head_gates,
-        "head_gates needs attention_gate, whose numbers it is about",
-    )
+    for name in ("head_gates", "softplus_gates"):
+        require(
+            bool(spec.attention_gate) or not getattr(spec, name),
+            f"{name} needs attention_gate, whose numbers it is about",
+        )
     _check_linear(spec)
     _check_multipliers(spec)
     _check_streams(spec)
     _check_mlp(spec)
     _check_heads(spec)
+    _check_query_heads(spec)
     _check_order(spec)
     _check_parallel(spec)
     _check_ungated(spec)
@@ -304,6 +306,32 @@ def _check_heads(spec: ArchSpec) -> None:
         f"shared_kv_layers is {shared} of {spec.num_layers} layers; ahead of these there must "
         f"be one of each window: {spec.sliding_window}",
     )
+
+
+def _check_query_heads(spec: ArchSpec) -> None:
+    """Check what goes with layers that have other query heads than others."""
+    heads = spec.layer_heads
+    if heads is None:
+        return
+    require(
+        len(heads) == spec.num_layers
+        and max(heads) == spec.num_heads
+        and all(one > 0 and one % spec.num_kv_heads == 0 for one in heads),
+        f"layer_heads are {heads}; of {spec.num_layers} layers each has a multiple of "
+        f"num_kv_heads, {spec.num_kv_heads}, and none more than num_heads, {spec.num_heads}",
+    )
+    others = {
+        "whole_qk_norm": spec.whole_qk_norm,
+        "qk_norm_last": spec.qk_norm_last,
+        "apart_qk_norm": spec.apart_qk_norm,
+        "attention_sinks": spec.attention_sinks,
+        "global_heads": spec.global_heads,
+        "draft": spec.draft,
+        "latent": spec.latent,
+        "linear": spec.linear,
+    }
+    found = [name for name, one in others.items() if one]
+    require(not found, f"layer_heads does not go with {' and '.join(found)}")
 
 
 def _check_parallel(spec: ArchSpec) -> None:

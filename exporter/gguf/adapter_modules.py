@@ -41,6 +41,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "hunyuan-moe": ("hunyuan_v1_moe",),
     "hy_v3": ("hy_v3",),
     "jais2": ("jais2",),
+    "laguna": ("laguna",),
     "lfm2": ("lfm2",),
     "lfm2moe": ("lfm2_moe",),
     "llama": ("internlm3", "llama", "mistral", "mixtral"),

@@ -26,6 +26,7 @@ def common(
     facts: Facts,
     model: str,
     *,
+    heads: int | None = None,
     kv_heads: int | None = None,
     norm: str = RMS_NORM,
     epsilon: str = "rms_norm_eps",
@@ -37,6 +38,8 @@ def common(
     Args:
         facts: The file.
         model: Transformers' class.
+        heads: Query heads where layers have others than others; None: the metadata say it, by one
+            number.
         kv_heads: Heads of keys and values; None: the metadata say it, by one number.
         norm: The key of the norms' epsilon.
         epsilon: What that is called in `config.json`.
@@ -46,7 +49,7 @@ def common(
     """
     meta = facts.metadata
     hidden = facts.count("embedding_length")
-    heads = facts.count("attention.head_count")
+    heads = heads or facts.count("attention.head_count")
     head = facts.count("attention.key_length", hidden // heads)
     if (values := meta.get("attention.value_length", int, head)) != head:
         raise UnsupportedModelError(

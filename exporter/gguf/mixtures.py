@@ -7,7 +7,7 @@ from typing import Any, Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.gguf.common import LAYER_NORM, RMS_NORM, SIGMOID, SOFTMAX, Values, common
 from onnxport.exporter.gguf.facts import Facts
-from onnxport.exporter.gguf.layouts import ROUTER
+from onnxport.exporter.gguf.layouts import GATE, ROUTER
 from onnxport.exporter.gguf.recent import (
     expert_sizes,
     experts_beside_shared,
@@ -135,4 +135,47 @@ def mellum(facts: Facts) -> Values:
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "norm_topk_prob": True,
+    }
+
+
+def laguna(facts: Facts) -> Values:
+    """Laguna: query heads by layer, and gates that their tensors tell the kind of.
+
+    Where a file does not say it, the first of every four layers sees all.
+    """
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    meta.expect("expert_shared_count", 1)
+    layers = facts.num_layers()
+    heads = facts.by_layer("attention.head_count", layers)
+    values = common(facts, "LagunaForCausalLM", heads=max(heads), partial=True)
+    size, window = meta.require("expert_feed_forward_length", int), meta.get(_WINDOW, int, 0)
+    rope: dict[str, Any] = values["rope_parameters"]
+    types = kinds(facts, own_base=True, sees_first=True) if window else [_FULL] * layers
+    meta.expect("leading_dense_block_count", _feed_forward_kinds(facts, layers).index("sparse"))
+    rows = {facts.shapes.get(f"blk.{layer}.{GATE}.weight", (0,))[0] for layer in range(layers)}
+    return values | {
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if rows == set(heads) else "per-element",
+        "sliding_window": window or None,
+        "layer_types": types,
+        "rope_parameters": {_FULL: rope, _SLIDING: _rope_of_windows(facts, values)},
+        "mlp_layer_types": _feed_forward_kinds(facts, layers),
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length", int, size),
+        "moe_routed_scaling_factor": scale(facts),
+    }
+
+
+def _rope_of_windows(facts: Facts, values: Values) -> Values:
+    """RoPE of layers with a window, which is not scaled, and may be of another base and part."""
+    meta, head = facts.metadata, values["head_dim"]
+    rotated = meta.get("rope.dimension_count", int, head)
+    theta = values["rope_parameters"]["rope_theta"]
+    return {
+        "rope_theta": meta.get("rope.freq_base_swa", float, theta),
+        "partial_rotary_factor": meta.get("rope.dimension_count_swa", int, rotated) / head,
     }

@@ -77,7 +77,8 @@ _LFM2: Final = _Names(
         "feed_forward.w2": ("down_proj",),
     },
 )
-_LFM3: Final = replace(_LFM2, attention={**_ATTENTION, "self_attn.g_proj": ("attention_gate",)})
+_WITH_GATES: Final[_Modules] = {**_ATTENTION, "self_attn.g_proj": ("attention_gate",)}
+_LFM3: Final = replace(_LFM2, attention=_WITH_GATES)
 _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
     "phi3": replace(
@@ -138,6 +139,7 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
         state={name.replace("mamba", "mixer"): one for name, one in _SPACE.items()},
         feed_forward={"mixer.up_proj": ("up_proj",), "mixer.down_proj": ("down_proj",)},
     ),
+    "laguna": replace(_PLAIN, attention=_WITH_GATES),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "lfm3": _LFM3,

@@ -76,6 +76,8 @@ ONCE: Final = (
     ("hunyuan-moe", "fp16"),
     ("hy-v3", "fp16"),
     ("jais2", "int4"),
+    ("laguna", "int8"),
+    ("laguna-full", "int4"),
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),

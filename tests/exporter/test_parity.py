@@ -56,6 +56,7 @@ FAST = {
     "internlm3-biases",
     "iquestcoder",
     "jais2",
+    "laguna",
     "llama",
     "llama-mqa-biases",
     "mellum",

@@ -74,6 +74,12 @@ MODELS: Mapping[str, Model] = {
     "cohere2-moe-further": Model("cohere2-moe", {}, FURTHER, further="model.layers.3."),
     "hy-v3": Model("hy-v3"),
     "hy-v3-further": Model("hy-v3", {}, FURTHER, further="model.layers.3."),
+    "laguna": Model(  # the first of every four layers sees all, as llama.cpp knows
+        "laguna", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    ),
+    "laguna-full": Model(
+        "laguna-full", {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 0}
+    ),
     "mellum": Model("mellum", {"mlp_layer_types": None}),
     "mistral4": Model("mistral4", {"rope_parameters": GROWING}, context_length=64),
     "youtu": Model("youtu"),
