@@ -52,7 +52,8 @@ def _of_heads(
     qkv = weights.linear(f"layers.{layer}.qkv", x)
     edges = np.cumsum(spec.qkv_parts(layer))[:-1]
     whole = np.split(qkv, edges, axis=-1)
-    heads = [part.reshape(tokens, -1, size) for part in whole]
+    sizes = (size, size, spec.value_size or size)
+    heads = [part.reshape(tokens, -1, one) for part, one in zip(whole, sizes, strict=False)]
     if spec.qk_norm_last:
         assert tables is not None
         return _turned(spec, layer, weights, heads, tables)
@@ -142,7 +143,7 @@ def _mixed(
     window = spec.sliding_window[layer]
     visible = (distance >= 0) & (distance < (window or tokens))
     scores = np.where(visible, scores, -np.inf)
-    if spec.attention_sinks:
+    if spec.has_sinks(layer):
         sinks = weights.vector(f"layers.{layer}.sinks")[:, None, None]
         scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:2], 1))], axis=-1)
     scores = np.exp(scores - scores.max(-1, keepdims=True))

@@ -116,6 +116,10 @@ class ArchSpec:
     head_gates: bool | None = None  # `attention_gate` has a number a head; None: one a channel
     softplus_gates: bool | None = None  # it is a softplus of the product; None: a sigmoid
     layer_heads: tuple[int, ...] | None = None  # query heads of each layer; None: num_heads
+    window_sinks: bool | None = None  # layers with a window alone have sinks; None: all
+    # Channels of a head's values, which caches have room for head_size of; None: head_size.
+    value_size: int | None = None
+    value_scale: float | None = None  # what values are times: `o` is stored times it; None: 1
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -163,9 +167,21 @@ class ArchSpec:
         heads = self.heads_of(layer)
         queries = self.query_heads(layer) * heads.head_size
         keys = heads.num_kv_heads * heads.head_size
+        values = heads.num_kv_heads * (self.value_size or heads.head_size)
         if self.kv_source(layer) != layer:
             return (queries,)
-        return (queries, keys) if heads.keys_are_values else (queries, keys, keys)
+        return (queries, keys) if heads.keys_are_values else (queries, keys, values)
+
+    def attended_width(self, layer: int) -> int:
+        """Width of what a layer's output projection of attention reads."""
+        if self.latent is not None:
+            return self.attended_size
+        return self.query_heads(layer) * (self.value_size or self.heads_of(layer).head_size)
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether heads of a layer have sinks."""
+        everywhere = not self.window_sinks or self.sliding_window[layer] is not None
+        return bool(self.attention_sinks) and everywhere
 
     @property
     def has_even_caches(self) -> bool:
@@ -186,7 +202,7 @@ class ArchSpec:
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
         lacks = self.has_mixed_layers or self.has_gelu_experts or self.has_ungated_experts
-        return self.latent is None and not lacks
+        return self.latent is None and self.value_size is None and not lacks
 
     @property
     def has_gelu_experts(self) -> bool:
@@ -403,6 +419,9 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "head_gates": (bool, NONE),
     "softplus_gates": (bool, NONE),
     "layer_heads": (list, NONE),
+    "window_sinks": (bool, NONE),
+    "value_size": (int, NONE),
+    "value_scale": (float, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -416,4 +435,5 @@ _LATER: Final = (
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
     *("layer_input_rows", "altup", "gate_cutoffs", "head_gates", "softplus_gates", "layer_heads"),
+    *("window_sinks", "value_size", "value_scale"),
 )

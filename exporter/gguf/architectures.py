@@ -353,6 +353,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
     "mellum": Architecture(mixtures.mellum),
+    "mimo2": Architecture(mixtures.mimo2),
     "minicpm": Architecture(_minicpm, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
     "mistral3": Architecture(dense.mistral3, neighbours=True),

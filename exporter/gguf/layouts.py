@@ -154,6 +154,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "laguna": {"attention_gate": GATE},
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
+    "mimo2": {"sinks": "attn_sinks.weight"},
     "mistral4": _LATENTS,
     "nemotron_h": _BLOCKS,
     "nemotron_h_moe": _BLOCKS,

@@ -179,3 +179,39 @@ def _rope_of_windows(facts: Facts, values: Values) -> Values:
         "rope_theta": meta.get("rope.freq_base_swa", float, theta),
         "partial_rotary_factor": meta.get("rope.dimension_count_swa", int, rotated) / head,
     }
+
+
+def mimo2(facts: Facts) -> Values:
+    """MiMo V2 Flash; layers behind the last one guess further tokens.
+
+    A window is as many tokens as the file says, the query's own among them, as llama.cpp has it.
+    """
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        meta.expect(key, 1)
+    further = facts.further_layers()
+    layers = facts.num_layers() - further
+    types = kinds(facts, layers, own_base=True)
+    found = dict(zip(types, facts.by_layer("attention.head_count_kv", layers), strict=True))
+    first = _FULL if _FULL in found else _SLIDING
+    values = common(
+        facts, "MiMoV2FlashForCausalLM", kv_heads=found[first], own_values=True, partial=True
+    )
+    rope: dict[str, Any] = values["rope_parameters"]
+    theta = meta.get("rope.freq_base_swa", float, rope["rope_theta"])
+    return values | {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": further or None,
+        "swa_num_key_value_heads": found.get(_SLIDING),
+        "attention_value_scale": meta.get("attention.value_scale", float, None),
+        "sliding_window": meta.require(_WINDOW, int),
+        "layer_types": types,
+        "rope_parameters": {_FULL: rope, _SLIDING: rope | {"rope_theta": theta}},
+        "mlp_layer_types": _feed_forward_kinds(facts, layers),
+        "n_routed_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "routed_scaling_factor": scale(facts),
+    }

@@ -40,7 +40,11 @@ LATENT: Final = (
     ("minicpm3", "int8"),
 )
 # Layers that differ in their heads or share keys and values.
-MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
+MIXED: Final = (
+    ("gemma4-moe-all", "int8"),
+    ("gemma4-shared", "fp32"),
+    ("mimo-v2-flash", "fp16"),
+)
 # Layers with a state in place of keys and values.
 HYBRID: Final = (("qwen3.5", "fp32"), ("lfm3", "fp32"))
 # Families whose graphs are of the same operators, in one precision.
@@ -76,7 +80,7 @@ ONCE: Final = (
     ("hunyuan-moe", "fp16"),
     ("hy-v3", "fp16"),
     ("jais2", "int4"),
-    ("laguna", "int8"),
+    ("laguna", "fp16"),
     ("laguna-full", "int4"),
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),

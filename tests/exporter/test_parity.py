@@ -60,6 +60,7 @@ FAST = {
     "llama",
     "llama-mqa-biases",
     "mellum",
+    "mimo-v2-flash",
     "minicpm3",
     "minimax-m2",
     "mistral-window",

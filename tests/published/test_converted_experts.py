@@ -38,6 +38,14 @@ WHOLE = {  # heads rotate, as is told of Solar Open
 }
 HUNYUAN_MOE = {"moe_intermediate_size": [64] * 2, "num_shared_expert": [1] * 2, "moe_topk": [3] * 2}
 FURTHER = {"num_nextn_predict_layers": 1}
+MIMO = {"routed_scaling_factor": 1.0}
+MIMO_KEYS = {  # which published files have, and transformers leaves out
+    **{"hybrid_layer_pattern": [0, 1, 1], "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    **{"swa_head_dim": 32, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4},
+    **{"swa_v_head_dim": 16, "layernorm_epsilon": 0.05},
+    **{"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "swa_rope_theta": 300.0,
+}
 MODELS: Mapping[str, Model] = {
     "afmoe": Model(
         "afmoe",
@@ -81,6 +89,7 @@ MODELS: Mapping[str, Model] = {
         "laguna-full", {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 0}
     ),
     "mellum": Model("mellum", {"mlp_layer_types": None}),
+    "mimo-v2-flash": Model("mimo-v2-flash", MIMO, MIMO_KEYS),
     "mistral4": Model("mistral4", {"rope_parameters": GROWING}, context_length=64),
     "youtu": Model("youtu"),
     "youtu-yarn": Model("youtu-halves", {"rope_interleave": True, "rope_parameters": YARN}),
