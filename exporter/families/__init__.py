@@ -68,6 +68,8 @@ from onnxport.exporter.families import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    sarvam_mla,
+    sarvam_moe,
     seed_oss,
     smollm3,
     solar_open,
@@ -154,6 +156,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     qwen3_5.WITH_EXPERTS_AND_IMAGES,
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
+    sarvam_mla.FAMILY,
+    sarvam_moe.FAMILY,
     seed_oss.FAMILY,
     smollm3.FAMILY,
     solar_open.FAMILY,
@@ -180,6 +184,7 @@ def find_family(config: Config) -> Family:
     for family in FAMILIES:
         if family.computed_by in config.architectures and model_type == family.name:
             return family
+    for family in FAMILIES:
         if {family.architecture, family.base, family.classifier} & {*config.architectures}:
             if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(

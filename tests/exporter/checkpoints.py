@@ -1050,7 +1050,7 @@ CASES: Mapping[str, Case] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 48,
-            "moe_routed_scaling_factor": 2.5,
+            "moe_routed_scaling_factor": 0.5,
             "rms_norm_eps": 0.05,
             "rope_parameters": {
                 "full_attention": {
@@ -1077,6 +1077,7 @@ CASES: Mapping[str, Case] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 32,
+            "moe_routed_scaling_factor": 0.5,
             "tie_word_embeddings": True,
         },
     ),
