@@ -33,6 +33,7 @@ DIAGONAL: Final = (
 SOFTWARE: Final = (*DIAGONAL, ("qwen2", AWQ), ("qwen3-moe", "int4"))
 # Attention of latents: what a device's own, and a cache of int4, do not have.
 LATENT: Final = (
+    ("axk1", "fp32"),
     ("deepseek-v2", "fp16"),
     ("deepseek-v2-lite", "int4"),
     ("deepseek-v3", "fp16"),
@@ -81,7 +82,7 @@ ONCE: Final = (
     ("hy-v3", "fp16"),
     ("jais2", "int4"),
     ("laguna", "fp16"),
-    ("laguna-full", "int4"),
+    ("laguna-full", "int8"),
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),

@@ -25,6 +25,7 @@ FAST = {
     "afmoe",
     "apertus",
     "arcee",
+    "axk1",
     "cohere-norms",
     "cohere2",
     "cohere2-moe",
