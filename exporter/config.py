@@ -128,7 +128,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
     {
-        *("bamba", "glm", "glm4", "glm4_moe", "gpt_neox", "laguna", "mimo_v2_flash"),
+        *("bailing_moe", "bamba", "glm", "glm4", "glm4_moe", "gpt_neox", "laguna", "mimo_v2_flash"),
         *(
             "minimax_m2",
             "nemotron",

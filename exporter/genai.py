@@ -19,7 +19,7 @@ FILE: Final = "genai_config.json"
 
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
 _LLAMA: Final = (
-    *("afmoe", "bamba", "cohere", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"),
+    *("afmoe", "bailing_moe", "bamba", "cohere", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"),
     "falcon_h1",
     "gemma3n_text",
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "minimax_m2"),

@@ -13,6 +13,7 @@ from onnxport.exporter.expertsconfig import (
     number_of,
     with_experts,
 )
+from onnxport.exporter.families.bailing_moe import NAMES
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.spec import ArchSpec
@@ -71,14 +72,7 @@ FAMILY: Final = Family(
     architecture="SarvamMoEForCausalLM",
     computed_by="Glm4MoeForCausalLM",
     spec=read_spec,
-    tensors=TensorNames(
-        embedding="model.word_embeddings.weight",
-        qkv=("attention.query_key_value",),
-        q_norm="attention.query_layernorm.weight",
-        k_norm="attention.key_layernorm.weight",
-        o=("attention.dense",),
-        correction="mlp.gate.expert_bias",
-    ),
+    tensors=NAMES,
     other_layouts=(TensorNames(),),  # as transformers' own modules are called
     further_layers=FURTHER_LAYERS,
 )

@@ -18,6 +18,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "afmoe": ("afmoe",),
     "apertus": ("apertus",),
     "arcee": ("arcee",),
+    "bailingmoe2": ("bailing_moe", "sarvam_moe"),
     "cohere2": ("cohere2",),
     "cohere2moe": ("cohere2_moe",),
     "command-r": ("cohere",),

@@ -81,6 +81,10 @@ _WITH_GATES: Final[_Modules] = {**_ATTENTION, "self_attn.g_proj": ("attention_ga
 _LFM3: Final = replace(_LFM2, attention=_WITH_GATES)
 _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
+    "bailing_moe": replace(
+        _PLAIN,
+        attention={"attention.query_key_value": (_Q, _K, _V), "attention.dense": (_O,)},
+    ),
     "phi3": replace(
         _GLM,
         attention={"self_attn.qkv_proj": (_Q, _K, _V), "self_attn.o_proj": (_O,)},

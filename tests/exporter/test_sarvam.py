@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.spec import ArchSpec
-from tests.exporter import checkpoints
+from tests.exporter import bailing, checkpoints
 from tests.exporter.configs import read
 
 # Of what is known of the published files, four layers of each.
@@ -73,14 +69,6 @@ MLA: dict[str, Any] = {
     },
     "rope_theta": 10000.0,
     "v_head_dim": 128,
-}
-# What transformers calls the tensors of the first, which are published as on the right.
-PUBLISHED = {
-    r"\.embed_tokens\.": ".word_embeddings.",
-    r"\.self_attn\.o_proj\.": ".attention.dense.",
-    r"\.self_attn\.q_norm\.": ".attention.query_layernorm.",
-    r"\.self_attn\.k_norm\.": ".attention.key_layernorm.",
-    r"gate\.e_score_correction_bias": "gate.expert_bias",
 }
 
 
@@ -159,29 +147,8 @@ def test_published_names_of_tensors(tmp_path: Path) -> None:
         "glm4_moe", {**case.config, "rope_parameters": ropes, "use_qk_norm": True}
     )
     model = checkpoints.make(case, source)
-    tensors = load_file(source / "model.safetensors")
-    named = {_published(name): one for name, one in tensors.items()}
-    for layer in range(3):
-        for kind in ("weight", "bias"):
-            parts = [
-                named.pop(f"model.layers.{layer}.self_attn.{one}_proj.{kind}", None)
-                for one in ("q", "k", "v")
-            ]
-            found = [one for one in parts if one is not None]
-            if found:
-                joined = f"model.layers.{layer}.attention.query_key_value.{kind}"
-                named[joined] = torch.cat(found)
-    save_file({name: one.contiguous() for name, one in named.items()}, source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    checkpoints.edit_config(source, model_type="sarvam_moe", architectures=["SarvamMoEForCausalLM"])
-    assert config["model_type"] == "glm4_moe"
+    bailing.publish(source, model_type="sarvam_moe", architectures=["SarvamMoEForCausalLM"])
     path = export_model(source, tmp_path / "artifact", ExportOptions(precision="fp32", threads=1))
     with np.load(path / "golden.npz") as golden:
         expected = checkpoints.logits(model, golden["token_ids"])[golden["logits_indices"]]
         np.testing.assert_allclose(golden["logits"], expected, atol=1e-4)
-
-
-def _published(name: str) -> str:
-    for pattern, new in PUBLISHED.items():
-        name = re.sub(pattern, new, name)
-    return name

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from tests.exporter import bailing, checkpoints
+from tests.exporter.run_graphs import Graph
 from tests.published.converted import Model, check
+from tests.published.converting import convert
 from tests.published.places import needs_llama_cpp
 from tests.tiers import every
 
@@ -98,6 +105,18 @@ MODELS: Mapping[str, Model] = {
     "solar-open": Model("solar-open", WHOLE),
     "solar-open-groups": Model("solar-open-groups", WHOLE),
 }
+
+
+def test_bailing(tmp_path: Path) -> None:
+    """Ling and Ring 2.0, for which transformers has no class: GLM 4.5 by other names."""
+    model = checkpoints.make(bailing.CASE, tmp_path / "checkpoint")
+    bailing.publish(tmp_path / "checkpoint", **bailing.CONFIG)
+    path = convert(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    options = ExportOptions(precision="fp32", threads=1)
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", options))
+    token_ids = checkpoints.tokens()
+    found = Graph(artifact, "split").logits(token_ids)
+    np.testing.assert_allclose(found, checkpoints.logits(model, token_ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", every(4, MODELS))
