@@ -153,7 +153,8 @@ def laguna(facts: Facts) -> Values:
     size, window = meta.require("expert_feed_forward_length", int), meta.get(_WINDOW, int, 0)
     rope: dict[str, Any] = values["rope_parameters"]
     types = kinds(facts, own_base=True, sees_first=True) if window else [_FULL] * layers
-    meta.expect("leading_dense_block_count", _feed_forward_kinds(facts, layers).index("sparse"))
+    routed = _feed_forward_kinds(facts, layers)
+    meta.expect("leading_dense_block_count", [*routed, "sparse"].index("sparse"))
     rows = {facts.shapes.get(f"blk.{layer}.{GATE}.weight", (0,))[0] for layer in range(layers)}
     return values | {
         "num_attention_heads_per_layer": heads,
@@ -161,7 +162,7 @@ def laguna(facts: Facts) -> Values:
         "sliding_window": window or None,
         "layer_types": types,
         "rope_parameters": {_FULL: rope, _SLIDING: _rope_of_windows(facts, values)},
-        "mlp_layer_types": _feed_forward_kinds(facts, layers),
+        "mlp_layer_types": routed,
         "num_experts": facts.num_experts(),
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": size,
