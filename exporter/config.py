@@ -128,8 +128,8 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 # Families that rotate a part of each head, where partial_rotary_factor says so.
 PARTIAL_ROTARY: Final[frozenset[str]] = frozenset(
     {
-        *("bamba", "glm", "glm4", "glm4_moe", "gpt_neox", "gptj", "minimax_m2", "nemotron", "phi"),
-        "phi3",
+        *("bailing_moe", "bamba", "glm", "glm4", "glm4_moe", "gpt_neox", "gptj", "laguna"),
+        *("mimo_v2_flash", "minimax_m2", "nemotron", "phi", "phi3"),
         *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "stablelm"),
     }
 )

@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.exporter.altup import altup_body
+from onnxport.exporter.attention_gate import gated
 from onnxport.exporter.draft_inputs import declare_states, normed_features, token_and_state
 from onnxport.exporter.feed_forward import FeedForward
 from onnxport.exporter.graph_parts import (
@@ -232,7 +233,7 @@ class Decoder:
         return linear_attention(*parts, self.linear, self.mix, self.leading)
 
     def attention(self, layer: int, x: str) -> str:
-        """Attention, times the sigmoid of a product where the model has that."""
+        """Attention, times the sigmoid or softplus of a product where the model has that."""
         attended = Heads(
             self.g,
             self.spec,
@@ -246,14 +247,8 @@ class Decoder:
         if not self.spec.attention_gate:
             return attended
         gate = self.linear(f"layers.{layer}.attention_gate", x)
-        part = self.g.node("Sigmoid", [gate], name="attention_gate.sigmoid")
-        if not self.spec.head_gates:
-            return self.g.node("Mul", [attended, part], name="attention.gated")
-        size = self.spec.head_size
-        heads = ops.reshape(self.g, attended, (*self.leading, -1, size), "attention.heads")
-        apart = ops.reshape(self.g, part, (*self.leading, -1, 1), "attention_gate.heads")
-        gated = self.g.node("Mul", [heads, apart], name="attention.gated")
-        return ops.reshape(self.g, gated, (*self.leading, self.spec.q_size), "attention.join")
+        dtype = activation_dtype(self.weights)
+        return gated(self.g, self.spec, layer, attended, gate, leading=self.leading, dtype=dtype)
 
     def mlp(self, layer: int, x: str, hidden: str = "") -> str:
         """What the feed-forward layer adds. It reads x, and some experts the stream."""

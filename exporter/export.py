@@ -143,6 +143,8 @@ def export_model(
             names = replace(names, further=(*names.further, *map(names.layer.format, further)))
             if family.head_tells and not config.has("tie_word_embeddings"):
                 spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
+            if family.correction_tells:
+                spec = _as_corrected(spec, names, checkpoint)
             if score is not None and not score.generates:
                 spec = _without_head(spec)
                 logger.warning(
@@ -164,6 +166,13 @@ def export_model(
                 )
             job = _Job(folder, files, family, spec, names, tokens, config, embedding, score)
             return _export(job, checkpoint, Path(destination), options, progress)
+
+
+def _as_corrected(spec: ArchSpec, names: TensorNames, checkpoint: Checkpoint) -> ArchSpec:
+    """The model, whose scores of experts choose as they are where no vector corrects them."""
+    if spec.experts is None or any(one.endswith(names.correction) for one in checkpoint.names):
+        return spec
+    return replace(spec, experts=replace(spec.experts, corrected=None))
 
 
 def _without_head(spec: ArchSpec) -> ArchSpec:

@@ -49,7 +49,10 @@ class FeedForward:
         added = self._experts(layer, experts, x, x)
         if experts.shared_size is not None:
             added = self.g.node("Add", [added, self._shared(layer, experts, x)], name="added")
-        return added
+        if not experts.sum_normed:
+            return added
+        weight = self.g.weight(self.weights.vectors[f"layers.{layer}.sum_norm"])
+        return ops.rms_norm(self.g, added, weight, self.spec.rms_norm_eps, "sum_norm")
 
     def _activate(self, role: str, x: str) -> str:
         """The activation of a feed-forward layer without a gate."""

@@ -19,10 +19,10 @@ FILE: Final = "genai_config.json"
 
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
 _LLAMA: Final = (
-    *("afmoe", "bamba", "cohere", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"),
+    *("afmoe", "bailing_moe", "bamba", "cohere", "cohere2", "cohere2_moe", "exaone4", "exaone_moe"),
     "falcon_h1",
     "gemma3n_text",
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "mellum", "minimax_m2"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "minimax_m2"),
     *(
         "dots1",
         "ernie4_5_moe",
@@ -47,7 +47,7 @@ _LLAMA: Final = (
         "qwen3_moe",
         "qwen3_next",
     ),
-    *("seed_oss", "solar_open"),
+    *("mimo_v2_flash", "sarvam_moe", "seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
     *("exaone", "internlm2", "internlm3", "mimo", "minicpm", "ministral", "orion", "starcoder2"),
     *("falcon", "gpt2", "gpt_bigcode", "gptj", "opt"),

@@ -63,7 +63,7 @@ def tied_head(g: GraphBuilder, weights: StoredWeights, x: str, *, is_flat: bool)
 def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
     """Attention's attributes. The window counts the query's own token, as the spec's does."""
     return ops.AttentionAttributes(
-        num_heads=spec.num_heads,
+        num_heads=spec.query_heads(layer),
         kv_num_heads=spec.heads_of(layer).num_kv_heads,
         scale=spec.scale_of(layer) if spec.inverse_layer_scale else spec.attention_scale,
         softcap=spec.attention_softcap,

@@ -45,7 +45,7 @@ class Heads:
             qkv = g.node(
                 "Clip", [qkv, *(g.constant(edge, "bound") for edge in edges)], name="bound"
             )
-        if not spec.qk_norm:
+        if not spec.qk_norm and spec.value_size is None:
             return self.attend(layer, qkv)
         if self.rotation is not None:
             return self.attend(layer, self._rotated(layer, qkv, self.rotation))
@@ -56,12 +56,37 @@ class Heads:
         sizes = g.constant(np.array(parts, np.int64), "sizes")
         q, k, *own = g.node("Split", [qkv, sizes], outputs=len(parts), name="split", axis=-1)
         v = own[0] if own else k
-        q = self._head_norm(q, layer, "q_norm", parts[0])
-        k = self._head_norm(k, layer, "k_norm", parts[1])
+        if spec.qk_norm:
+            q = self._head_norm(q, layer, "q_norm", parts[0])
+            k = self._head_norm(k, layer, "k_norm", parts[1])
         if spec.value_norm:
             v = self._head_norm(v, layer, "", parts[1])
+        if spec.value_size is not None:
+            return self._narrow(layer, spec.value_size, q, k, v)
         self.kept[layer] = k, v
         return self.attend(layer, (q, k, v))
+
+    def _narrow(self, layer: int, size: int, q: str, k: str, v: str) -> str:
+        """Attention where values have fewer channels than keys, `size` of them.
+
+        Operators and caches have one size for both: values are filled up with zeros, and what is
+        found of these is left out.
+        """
+        g, heads = self.g, self.spec.heads_of(layer)
+        wide, kind = heads.head_size, numpy_dtype(activation_dtype(self.weights))
+        first, end, axis, room = (
+            g.constant(np.array(numbers, np.int64), "narrow")
+            for numbers in ([0], [size], [-1], [0, wide - size])
+        )
+        nothing = g.constant(np.array(0, kind), "nothing")
+        values = ops.reshape(g, v, (*self.leading, -1, size), "v.heads")
+        values = g.node("Pad", [values, room, nothing, axis], name="v.wide")
+        v = ops.reshape(g, values, (*self.leading, heads.num_kv_heads * wide), "v.join")
+        found = self.attend(layer, (q, k, v))
+        found = ops.reshape(g, found, (*self.leading, -1, wide), "attended.heads")
+        found = g.node("Slice", [found, first, end, axis], name="attended.narrow")
+        width = self.spec.attended_width(layer)
+        return ops.reshape(g, found, (*self.leading, width), "attended.join")
 
     def _rotated(self, layer: int, qkv: str, rotation: Rotation) -> tuple[str, str, str]:
         """Queries and keys rotated and then normalized, head by head, and values."""

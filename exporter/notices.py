@@ -67,6 +67,8 @@ def _why_no_gqa_graph(spec: ArchSpec) -> str:
             "it knows one size of heads, and keys and values of each layer, and this model's "
             "layers have several, or read those of others"
         )
+    if spec.value_size is not None:
+        return "it knows one size of keys and values, and this model's values are narrower"
     if spec.has_ungated_experts:
         return "ONNX Runtime knows no experts without a gate, which this model's are"
     assert spec.has_gelu_experts

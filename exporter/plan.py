@@ -162,7 +162,12 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             vectors.update(activation_vectors(spec, names, role, behind))
             parts = ((names.up,) if spec.ungated else names.gate_up, names.down)
             matrices.update(feed_forward(spec, role, behind, parts, spec.inner_size(layer)))
+        if experts is None and spec.experts is not None and spec.experts.sum_normed:
+            left.add(behind + names.sum_norm)  # of dense layers, which do not read it
         if experts is not None:
+            if experts.sum_normed:
+                norm = plan_norm(names, behind + names.sum_norm, spec.hidden_size)
+                vectors[role + "sum_norm"] = norm
             matrices.update(expert_matrices(spec, experts, names, role, behind))
             if experts.apart:
                 vectors.update(norms_of_experts(spec.hidden_size, names, role, behind))

@@ -33,8 +33,8 @@ def head_vectors(
         found["q_norm"] = plan_norm(names, prefix + names.q_norm, sizes[0])
         if spec.kv_source(layer) == layer:
             found["k_norm"] = plan_norm(names, prefix + names.k_norm, sizes[1])
-    if spec.attention_sinks:
-        found["sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
+    if spec.has_sinks(layer):
+        found["sinks"] = VectorPlan(prefix + names.sinks, (spec.query_heads(layer),))
     return {role + name: vector for name, vector in found.items()}
 
 
@@ -54,10 +54,10 @@ def attention_matrices(
     Unless gates have a tensor of their own, each head's is below its query.
     """
     inputs, widths = spec.attention_inputs(layer), spec.qkv_parts(layer)
-    attended = widths[0] if spec.latent is None else spec.attended_size
+    attended = spec.attended_width(layer)
     o = stack_rows(prefix, names.o, (spec.hidden_size,), attended, biased=spec.o_bias)
     own = spec.multipliers
-    scale = spec.output_scale * (1.0 if own is None else own.attention)
+    scale = spec.output_scale * (1.0 if own is None else own.attention) * (spec.value_scale or 1.0)
     found = {role + "o": replace(o, scale=scale)}
     if spec.latent is not None:
         return found | _latent_matrices(spec, spec.latent, names, role, prefix)
@@ -78,7 +78,8 @@ def attention_matrices(
     if not spec.attention_gate:
         return found
     if names.attention_gate is not None:
-        gate = stack_rows(prefix, (names.attention_gate,), (spec.gate_size,), inputs, biased=False)
+        sizes = (spec.gate_size(layer),)
+        gate = stack_rows(prefix, (names.attention_gate,), sizes, inputs, biased=False)
         return found | {role + "attention_gate": gate}
     first, *others = (f"{prefix}{name}.weight" for name in names.qkv)
     q, gates = split_by_head(first, spec.num_heads, (spec.head_size,) * 2, inputs)

@@ -33,8 +33,9 @@ def attend(
         heads = _of_heads(spec, layer, weights, x, tables, kept)
     result = _mixed(spec, layer, weights, *heads)
     if spec.attention_gate:
-        gates = sigmoid(weights.linear(f"layers.{layer}.attention_gate", x))
-        result *= np.repeat(gates, spec.q_size // spec.gate_size, axis=-1)
+        product = weights.linear(f"layers.{layer}.attention_gate", x)
+        gates = softplus(product) if spec.softplus_gates else sigmoid(product)
+        result *= np.repeat(gates, result.shape[1] // gates.shape[1], axis=-1)
     return result
 
 
@@ -53,7 +54,8 @@ def _of_heads(
         qkv = np.clip(qkv, -spec.qkv_bound, spec.qkv_bound)
     edges = np.cumsum(spec.qkv_parts(layer))[:-1]
     whole = np.split(qkv, edges, axis=-1)
-    heads = [part.reshape(tokens, -1, size) for part in whole]
+    sizes = (size, size, spec.value_size or size)
+    heads = [part.reshape(tokens, -1, one) for part, one in zip(whole, sizes, strict=False)]
     if spec.qk_norm_last:
         assert tables is not None
         return _turned(spec, layer, weights, heads, tables)
@@ -72,12 +74,12 @@ def _of_heads(
         embedding = spec.rope_of(layer)
         heads[:2] = [_rotate(one, tables, embedding) for one in heads[:2]]
     if len(heads) == 1:
-        return _of_each_query(spec, heads[0], *kept[spec.kv_source(layer)])
+        return _of_each_query(heads[0], *kept[spec.kv_source(layer)])
     q, k, v = heads
     if spec.value_norm:
         v = rms_norm(v, np.ones(size, np.float32), spec.inner_eps)
     kept[layer] = k, v
-    return _of_each_query(spec, q, k, v)
+    return _of_each_query(q, k, v)
 
 
 def _turned(
@@ -96,12 +98,12 @@ def _turned(
         )
         for part, name in zip(heads[:2], ("q_norm", "k_norm"), strict=True)
     )
-    return _of_each_query(spec, q, k, heads[2])
+    return _of_each_query(q, k, heads[2])
 
 
-def _of_each_query(spec: ArchSpec, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+def _of_each_query(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Keys and values for each query head, and these."""
-    shared = spec.num_heads // k.shape[1]
+    shared = q.shape[1] // k.shape[1]
     return q, np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
 
 
@@ -143,7 +145,7 @@ def _mixed(
     window = spec.sliding_window[layer]
     visible = (distance >= 0) & (distance < (window or tokens))
     scores = np.where(visible, scores, -np.inf)
-    if spec.attention_sinks:
+    if spec.has_sinks(layer):
         sinks = weights.vector(f"layers.{layer}.sinks")[:, None, None]
         scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:2], 1))], axis=-1)
     scores = np.exp(scores - scores.max(-1, keepdims=True))

@@ -41,6 +41,8 @@ def feed_forward(
             if experts.shared_gated:
                 shared *= sigmoid(weights.linear(f"{prefix}shared.gate", x))
             output = output + shared
+        if experts.sum_normed:
+            output = rms_norm(output, weights.vector(prefix + "sum_norm"), spec.rms_norm_eps)
     return normed_output(spec, weights, layer, "down", output)
 
 

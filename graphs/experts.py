@@ -21,6 +21,7 @@ from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.inspect import attribute_float, attribute_int, attribute_text
+from onnxport.graphs.whole_vectors import in_whole_vectors
 
 GELU: Final = "gelu"  # activation_type
 RELU2: Final = "relu2"  # likewise, of experts without a gate
@@ -33,7 +34,6 @@ DOWN_BITS: Final = "fc2_expert_weight_bits"  # an attribute, where they are not 
 
 LEFT_OUT: Final = -65504.0  # the logit of an expert that is not chosen; the lowest float16
 _LEAST_SCORE: Final = 1e-30  # whose logarithm, -69, is far above that
-_VECTOR: Final = 16  # floats that processors compute at once, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,24 +282,10 @@ def _in_best_groups(
 
 
 def _logarithms(g: GraphBuilder, scores: str, count: int) -> str:
-    """Logarithms of scores [..., count], with the same bits wherever a row stands.
-
-    ONNX Runtime computes vectors of several numbers, and what is left behind the last one by other
-    instructions, which round otherwise. So each row is filled up to whole vectors.
-    """
+    """Logarithms of scores [..., count], with the same bits wherever a row stands."""
     least = g.constant(np.array(_LEAST_SCORE, np.float32), "least_score")
     positive = g.node("Max", [scores, least], name="positive")
-    room = -count % _VECTOR
-    if not room:
-        return g.node("Log", [positive], name="logarithms")
-    pads = g.constant(np.array([0, room], np.int64), "pads")
-    one = g.constant(np.array(1.0, np.float32), "one")
-    first, stop, axis = (
-        g.constant(np.array([value], np.int64), "slice") for value in (0, count, -1)
-    )
-    filled = g.node("Pad", [positive, pads, one, axis], name="filled")
-    logs = g.node("Log", [filled], name="logarithms")
-    return g.node("Slice", [logs, first, stop, axis], name="unfilled")
+    return in_whole_vectors(g, "Log", positive, count, "logarithms")
 
 
 def _operator(

@@ -57,6 +57,7 @@ class ExpertsSpec:
     # their own size. None: scores are of all experts.
     jitter: float | None = None
     shared_scale: float | None = None  # of what the shared layer adds: as `scale`; None: 1
+    sum_normed: bool | None = None  # RMSNorm on what experts and shared layer add; None: without
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -87,6 +88,10 @@ class ExpertsSpec:
         require(
             not self.apart or (self.shared_size is not None and not self.shared_gated),
             "experts apart need a shared layer without a gate",
+        )
+        require(
+            not (self.sum_normed and self.apart),
+            "experts apart have norms of their own, sum_normed is of others",
         )
         self._check_groups()
 
@@ -130,6 +135,7 @@ _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "normalized": (bool,),
     "layers": (list, NONE),
     **dict.fromkeys(("sigmoid", "corrected", "shared_gated", "biased", "apart"), (bool, NONE)),
+    "sum_normed": (bool, NONE),
     **dict.fromkeys(
         ("scale", "alpha", "up_offset", "limit", "shared_scale", "jitter"), (float, NONE)
     ),
@@ -140,4 +146,5 @@ _LATER_OF_EXPERTS: Final = (
     *("layers", "sigmoid", "corrected", "scale", "shared_size", "shared_gated"),
     *("biased", "alpha", "up_offset", "limit"),
     *("groups", "groups_per_token", "group_best", "apart", "shared_scale", "jitter"),
+    "sum_normed",
 )

@@ -65,6 +65,15 @@ def numbers(what: str, value: list[Any] | None) -> tuple[float | None, ...] | No
     return tuple(None if one is None else float(one) for one in value)
 
 
+def counts(what: str, value: list[Any] | None) -> tuple[int, ...] | None:
+    """A number of things for each layer, or None. Raises ArtifactError for other entries."""
+    if value is None:
+        return None
+    if not all(is_a(one, int) for one in value):
+        raise ArtifactError(f"{what} has an entry that is no integer: {value}")
+    return tuple(value)
+
+
 def is_a(value: Any, kind: type) -> bool:
     """Whether a JSON value is of a type, as `check_fields` means it."""
     if isinstance(value, bool):

@@ -19,6 +19,7 @@ from onnxport.graphs.fields import (
     NONE,
     check_fields,
     construct,
+    counts,
     flags,
     is_a,
     numbers,
@@ -50,7 +51,7 @@ class ArchSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int  # query heads
+    num_heads: int  # query heads; the most of any layer: see `layer_heads`
     num_kv_heads: int
     head_size: int
     vocab_size: int
@@ -126,6 +127,12 @@ class ArchSpec:
     # Layers that keep a state have norms of what they read, whatever `raw_inputs` and
     # `output_norms` say of the others; None: they are as these.
     state_input_norms: bool | None = None
+    softplus_gates: bool | None = None  # it is a softplus of the product; None: a sigmoid
+    layer_heads: tuple[int, ...] | None = None  # query heads of each layer; None: num_heads
+    window_sinks: bool | None = None  # layers with a window alone have sinks; None: all
+    # Channels of a head's values, which caches have room for head_size of; None: head_size.
+    value_size: int | None = None
+    value_scale: float | None = None  # what values are times: `o` is stored times it; None: 1
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -143,12 +150,12 @@ class ArchSpec:
 
     @property
     def attended_size(self) -> int:
-        """Width of what the output projection of attention reads, but of `global_heads`."""
+        """Width of what the output projection of attention reads, where layers are alike."""
         return self.num_heads * (self.head_size if self.latent is None else self.latent.value_size)
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads, num_heads * head_size, but of `global_heads`."""
+        """Width of all query heads, num_heads * head_size, where layers are alike."""
         return self.num_heads * self.head_size
 
     @property
@@ -169,13 +176,30 @@ class ArchSpec:
             head_size=self.head_size, num_kv_heads=self.num_kv_heads, keys_are_values=False
         )
 
+    def query_heads(self, layer: int) -> int:
+        """The query heads of a layer."""
+        return self.num_heads if self.layer_heads is None else self.layer_heads[layer]
+
     def qkv_parts(self, layer: int) -> tuple[int, ...]:
         """Widths of a layer's packed projection: queries, and its own keys and values, if any."""
         heads = self.heads_of(layer)
-        queries, keys = self.num_heads * heads.head_size, heads.num_kv_heads * heads.head_size
+        queries = self.query_heads(layer) * heads.head_size
+        keys = heads.num_kv_heads * heads.head_size
+        values = heads.num_kv_heads * (self.value_size or heads.head_size)
         if self.kv_source(layer) != layer:
             return (queries,)
-        return (queries, keys) if heads.keys_are_values else (queries, keys, keys)
+        return (queries, keys) if heads.keys_are_values else (queries, keys, values)
+
+    def attended_width(self, layer: int) -> int:
+        """Width of what a layer's output projection of attention reads."""
+        if self.latent is not None:
+            return self.attended_size
+        return self.query_heads(layer) * (self.value_size or self.heads_of(layer).head_size)
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether heads of a layer have sinks."""
+        everywhere = not self.window_sinks or self.sliding_window[layer] is not None
+        return bool(self.attention_sinks) and everywhere
 
     @property
     def has_even_caches(self) -> bool:
@@ -188,16 +212,15 @@ class ArchSpec:
         """Whether layers have other heads than others, or read their keys and values."""
         return self.global_heads is not None or self.shared_kv_layers is not None
 
-    @property
-    def gate_size(self) -> int:
-        """Numbers of a token that `attention_gate` multiplies heads with."""
-        return self.num_heads if self.head_gates else self.q_size
+    def gate_size(self, layer: int) -> int:
+        """Numbers of a token that a layer's `attention_gate` multiplies heads with."""
+        return self.query_heads(layer) * (1 if self.head_gates else self.head_size)
 
     @property
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
         lacks = self.has_mixed_layers or self.has_gelu_experts or self.has_ungated_experts
-        return self.latent is None and not lacks
+        return self.latent is None and self.value_size is None and not lacks
 
     @property
     def has_gelu_experts(self) -> bool:
@@ -357,6 +380,7 @@ class ArchSpec:
         fields["sliding_window"] = tuple(windows)
         fields["rotated_layers"] = flags("model.rotated_layers", fields["rotated_layers"])
         fields["mlp_layers"] = flags("model.mlp_layers", fields["mlp_layers"])
+        fields["layer_heads"] = counts("model.layer_heads", fields["layer_heads"])
         for name, read in _PARTS.items():
             if fields[name] is not None:
                 fields[name] = read(fields[name])
@@ -434,6 +458,11 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "qkv_bound": (float, NONE),
     "embedding_norm": (bool, NONE),
     "state_input_norms": (bool, NONE),
+    "softplus_gates": (bool, NONE),
+    "layer_heads": (list, NONE),
+    "window_sinks": (bool, NONE),
+    "value_size": (int, NONE),
+    "value_scale": (float, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -448,5 +477,6 @@ _LATER: Final = (
     *("layer_scales", "layer_input_size", "multipliers"),
     *("layer_input_rows", "altup", "gate_cutoffs", "head_gates", "learned_positions"),
     *("embedding_size", "stream_norms", "no_final_norm", "inverse_layer_scale"),
-    *("qkv_bound", "embedding_norm", "state_input_norms"),
+    *("qkv_bound", "embedding_norm", "state_input_norms", "softplus_gates", "layer_heads"),
+    *("window_sinks", "value_size", "value_scale"),
 )

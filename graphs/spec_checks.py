@@ -31,7 +31,7 @@ SIZES: Final = (
 _POSITIVE: Final = (
     *("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"),
     *("shared_kv_intermediate_size", "layer_input_size", "layer_input_rows", "qkv_bound"),
-    *("learned_positions", "embedding_size"),
+    *("learned_positions", "embedding_size", "value_size", "value_scale"),
 )
 # What layers of one model may differ in, or have besides.
 _OF_LAYERS: Final = (
@@ -68,15 +68,18 @@ def check_spec(spec: ArchSpec) -> None:
         not (spec.attention_gate and spec.qkv_bias),
         "attention_gate and qkv_bias exclude each other",
     )
-    require(
-        bool(spec.attention_gate) or not spec.head_gates,
-        "head_gates needs attention_gate, whose numbers it is about",
-    )
+    for name in ("head_gates", "softplus_gates"):
+        require(
+            bool(spec.attention_gate) or not getattr(spec, name),
+            f"{name} needs attention_gate, whose numbers it is about",
+        )
     _check_linear(spec)
     _check_multipliers(spec)
     _check_streams(spec)
     _check_mlp(spec)
     _check_heads(spec)
+    _check_query_heads(spec)
+    _check_values(spec)
     _check_order(spec)
     _check_parallel(spec)
     _check_ungated(spec)
@@ -265,6 +268,9 @@ def _check_mlp(spec: ArchSpec) -> None:
 def _check_heads(spec: ArchSpec) -> None:
     """Check what goes with layers that differ, and with what they add besides."""
     found = [name for name in _OF_LAYERS if getattr(spec, name)]
+    bare = found == ["global_heads"] and not (
+        spec.global_heads is not None and spec.global_heads.keys_are_values
+    )
     others = {
         "qkv_bias": spec.qkv_bias,
         "whole_qk_norm": spec.whole_qk_norm,
@@ -279,8 +285,8 @@ def _check_heads(spec: ArchSpec) -> None:
         "mlp_layers": spec.mlp_layers,
         "norm_biases": spec.norm_biases,
         "apart_qk_norm": spec.apart_qk_norm,
-        "qk_norm = false": not spec.qk_norm,
-        "output_norms = false": not spec.output_norms,
+        "qk_norm = false": not spec.qk_norm and not bare,
+        "output_norms = false": not spec.output_norms and not bare,
     }
     wrong = [name for name, one in others.items() if one]
     require(not (found and wrong), f"{' and '.join(found)} does not go with {' and '.join(wrong)}")
@@ -316,6 +322,59 @@ def _check_heads(spec: ArchSpec) -> None:
         f"shared_kv_layers is {shared} of {spec.num_layers} layers; ahead of these there must "
         f"be one of each window: {spec.sliding_window}",
     )
+
+
+def _check_query_heads(spec: ArchSpec) -> None:
+    """Check what goes with layers that have other query heads than others."""
+    heads = spec.layer_heads
+    if heads is None:
+        return
+    require(
+        len(heads) == spec.num_layers
+        and max(heads) == spec.num_heads
+        and all(one > 0 and one % spec.num_kv_heads == 0 for one in heads),
+        f"layer_heads are {heads}; of {spec.num_layers} layers each has a multiple of "
+        f"num_kv_heads, {spec.num_kv_heads}, and none more than num_heads, {spec.num_heads}",
+    )
+    others = {
+        "whole_qk_norm": spec.whole_qk_norm,
+        "qk_norm_last": spec.qk_norm_last,
+        "apart_qk_norm": spec.apart_qk_norm,
+        "attention_sinks": spec.attention_sinks,
+        "global_heads": spec.global_heads,
+        "draft": spec.draft,
+        "latent": spec.latent,
+        "linear": spec.linear,
+    }
+    found = [name for name, one in others.items() if one]
+    require(not found, f"layer_heads does not go with {' and '.join(found)}")
+
+
+def _check_values(spec: ArchSpec) -> None:
+    """Check what goes with values of another size than keys, or times a number."""
+    require(
+        bool(spec.attention_sinks) or not spec.window_sinks,
+        "window_sinks needs attention_sinks, whose layers it is about",
+    )
+    size = spec.value_size
+    require(
+        size is None or size < spec.head_size,
+        f"value_size is {size}; it must be below head_size, {spec.head_size}",
+    )
+    others = {
+        "qk_norm_last": spec.qk_norm_last,
+        "attention_gate": spec.attention_gate,
+        "value_norm": spec.value_norm,
+        "keys_are_values": (spec.global_heads is not None and spec.global_heads.keys_are_values),
+        "shared_kv_layers": spec.shared_kv_layers,
+        "draft": spec.draft,
+        "latent": spec.latent,
+        "linear": spec.linear,
+    }
+    wrong = [name for name, one in others.items() if one]
+    for name in ("value_size", "value_scale"):
+        found = getattr(spec, name) is not None
+        require(not (found and wrong), f"{name} does not go with {' and '.join(wrong)}")
 
 
 def _check_parallel(spec: ArchSpec) -> None:

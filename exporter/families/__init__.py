@@ -11,6 +11,8 @@ from onnxport.exporter.families import (
     afmoe,
     apertus,
     arcee,
+    axk1,
+    bailing_moe,
     bamba,
     cohere,
     cohere2_moe,
@@ -48,11 +50,13 @@ from onnxport.exporter.families import (
     internlm3,
     iquestcoder,
     jais2,
+    laguna,
     lfm2,
     lfm3,
     llama,
     mellum,
     mimo,
+    mimo_v2_flash,
     minicpm,
     minicpm3,
     minimax_m2,
@@ -80,6 +84,8 @@ from onnxport.exporter.families import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    sarvam_mla,
+    sarvam_moe,
     seed_oss,
     smollm3,
     solar_open,
@@ -94,6 +100,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     afmoe.FAMILY,
     apertus.FAMILY,
     arcee.FAMILY,
+    axk1.FAMILY,
+    bailing_moe.FAMILY,
     bamba.FAMILY,
     cohere.FAMILY,
     cohere.WITH_WINDOWS,
@@ -141,12 +149,14 @@ FAMILIES: Final[tuple[Family, ...]] = (
     internlm3.FAMILY,
     iquestcoder.FAMILY,
     jais2.FAMILY,
+    laguna.FAMILY,
     lfm2.FAMILY,
     lfm2.WITH_EXPERTS,
     lfm3.FAMILY,
     llama.FAMILY,
     mellum.FAMILY,
     mimo.FAMILY,
+    mimo_v2_flash.FAMILY,
     minicpm.FAMILY,
     minicpm3.FAMILY,
     minimax_m2.FAMILY,
@@ -178,6 +188,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     qwen3_5.WITH_EXPERTS_AND_IMAGES,
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
+    sarvam_mla.FAMILY,
+    sarvam_moe.FAMILY,
     seed_oss.FAMILY,
     smollm3.FAMILY,
     solar_open.FAMILY,
@@ -204,6 +216,7 @@ def find_family(config: Config) -> Family:
     for family in FAMILIES:
         if family.computed_by in config.architectures and model_type == family.name:
             return family
+    for family in FAMILIES:
         if {family.architecture, family.base, family.classifier} & {*config.architectures}:
             if model_type not in (None, family.name, *family.other_types):
                 raise UnsupportedModelError(

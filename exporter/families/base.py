@@ -88,6 +88,7 @@ class TensorNames:
     experts_norm: str = "pre_feedforward_layernorm_2.weight"
     experts_out_norm: str = "post_feedforward_layernorm_2.weight"
     shared_out_norm: str = "post_feedforward_layernorm_1.weight"
+    sum_norm: str = "post_mlp_layernorm.weight"  # of what experts and a shared layer add together
     expert_scales: str = "router.per_expert_scale"
     layer_scale: str = "layer_scalar"
     # Of what each layer is told of a token: the table, the product of the embedding and the norm of
@@ -210,6 +211,7 @@ class Family:
     # multi-token prediction, of which those of embedding and head may be absent, and then are the
     # model's, and those of experts may be another layout's; None: it is not read.
     mtp: Callable[[TensorNames, int, frozenset[str]], TensorNames] | None = None
+    correction_tells: bool = False  # a file without what corrects scores of experts has it not
     head_tells: bool = False  # without `tie_word_embeddings` a head is tied that is not stored
 
     @property

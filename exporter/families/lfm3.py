@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ _ROPES: Final[Mapping[str, Mapping[str, Any]]] = {
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """LFM3: norms on both sides of layers, and a gate of each head of attention."""
     types = _types(config)
-    ropes = _ropes(config, types)
+    ropes = whole_ropes(config, [kind for kind in _ATTENTION if kind in types], _ROPES)
     spec = decoder_spec(
         config,
         family="lfm3",
@@ -94,10 +94,19 @@ def _windows(config: Config, types: list[str]) -> tuple[int | None, ...]:
     return tuple(window if kind == _SLIDING else None for kind in types)
 
 
-def _ropes(config: Config, types: list[str]) -> dict[str, dict[str, Any]]:
-    """RoPE keys by layer type, of which there is no old spelling."""
+def whole_ropes(
+    config: Config, wanted: Sequence[str], defaults: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """RoPE keys by layer type, of which there is no old spelling.
+
+    Args:
+        config: The model's configuration.
+        wanted: The types of layers that there are.
+        defaults: By layer type, what holds where `rope_parameters` is absent.
+
+    Raises UnsupportedModelError for the old spelling, and where a type that there is lacks its own.
+    """
     given = config.get("rope_parameters", dict, {})
-    wanted = [kind for kind in _ATTENTION if kind in types]
     is_whole = all(
         isinstance(given.get(kind), dict) and given[kind].get("rope_theta") is not None
         for kind in wanted
@@ -107,10 +116,10 @@ def _ropes(config: Config, types: list[str]) -> dict[str, dict[str, Any]]:
         raise UnsupportedModelError(
             f"{config.path}: rope_parameters is {given}, rope_scaling {others['rope_scaling']} and "
             f"rope_theta {others['rope_theta']}; supported is an object with a rope_theta for each "
-            f"of {', '.join(wanted)} in the first, and no others, for LFM3."
+            f"of {', '.join(wanted)} in the first, and no others."
         )
-    nothing: dict[str, Mapping[str, Any]] = {kind: {} for kind in _ROPES}
-    return rope_by_layer_type(config, nothing if given else _ROPES, _FULL)
+    nothing: dict[str, Mapping[str, Any]] = {kind: {} for kind in defaults}
+    return rope_by_layer_type(config, nothing if given else defaults, _FULL)
 
 
 def _rope(config: Config, kind: str, values: dict[str, Any], spec: ArchSpec) -> RopeSpec:

@@ -287,6 +287,23 @@ def _glm4_moe(facts: Facts) -> Values:
     }
 
 
+def _bailing2(facts: Facts) -> Values:
+    """Ling and Ring 2.0, and Sarvam 30B, which all of whose heads' channels rotate."""
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    values = _corrected(facts, "BailingMoeV2ForCausalLM", partial=True)
+    size = values["moe_intermediate_size"]
+    return values | {
+        "num_experts": values.pop("n_routed_experts"),
+        "num_shared_experts": values.pop("n_shared_experts"),
+        "moe_shared_expert_intermediate_size": meta.get(
+            "expert_shared_feed_forward_length", int, size
+        ),
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+        "use_qkv_bias": values.pop("attention_bias"),
+    }
+
+
 def _gpt_oss(facts: Facts) -> Values:
     """gpt-oss: what bounds its activations, and how its RoPE is rounded, is not in the file."""
     values = common(facts, "GptOssForCausalLM") | experts(facts, "num_local_experts")
@@ -330,6 +347,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "afmoe": Architecture(recent.afmoe),
     "apertus": Architecture(dense.apertus),
     "arcee": Architecture(_arcee, neighbours=True),
+    "bailingmoe2": Architecture(_bailing2),
     "chatglm": Architecture(dense.chatglm),
     "cohere2": Architecture(recent.cohere2),
     "cohere2moe": Architecture(mixtures.cohere2_moe),
@@ -361,10 +379,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "hy_v3": Architecture(mixtures.hy_v3),
     "internlm2": Architecture(_llama, neighbours=True),
     "jais2": Architecture(_jais2),
+    "laguna": Architecture(mixtures.laguna),
     "lfm2": Architecture(states.lfm2),
     "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
     "mellum": Architecture(mixtures.mellum),
+    "mimo2": Architecture(mixtures.mimo2),
     "minicpm": Architecture(_minicpm, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),
     "mistral3": Architecture(dense.mistral3, neighbours=True),

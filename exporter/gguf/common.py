@@ -26,7 +26,9 @@ def common(
     facts: Facts,
     model: str,
     *,
+    heads: int | None = None,
     kv_heads: int | None = None,
+    own_values: bool = False,
     norm: str = RMS_NORM,
     epsilon: str = "rms_norm_eps",
     partial: bool = False,
@@ -37,7 +39,10 @@ def common(
     Args:
         facts: The file.
         model: Transformers' class.
+        heads: Query heads where layers have others than others; None: the metadata say it, by one
+            number.
         kv_heads: Heads of keys and values; None: the metadata say it, by one number.
+        own_values: Values may have another size than keys, which `v_head_dim` then is.
         norm: The key of the norms' epsilon.
         epsilon: What that is called in `config.json`.
         partial: A part of each head may rotate.
@@ -46,9 +51,10 @@ def common(
     """
     meta = facts.metadata
     hidden = facts.count("embedding_length")
-    heads = facts.count("attention.head_count")
+    heads = heads or facts.count("attention.head_count")
     head = facts.count("attention.key_length", hidden // heads)
-    if (values := meta.get("attention.value_length", int, head)) != head:
+    values = meta.get("attention.value_length", int, head)
+    if values != head and not own_values:
         raise UnsupportedModelError(
             f"{meta.path}: values have {values} channels a head and keys {head}; supported is one "
             "number."
@@ -64,6 +70,7 @@ def common(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or facts.count("attention.head_count_kv", heads),
         "head_dim": head,
+        **({"v_head_dim": values} if own_values else {}),
         "max_position_embeddings": facts.count("context_length"),
         epsilon: meta.require(norm, float),
         "rope_parameters": rope_parameters(facts, head, partial=partial),

@@ -19,6 +19,7 @@ GATE_BIAS: Final = "ffn_gate_exps.bias"
 UP_BIAS: Final = "ffn_up_exps.bias"
 GATE_UP_BIAS: Final = "ffn_gate_up_exps.bias"  # of these two, as no file has it
 GATE_UP: Final = "ffn_gate_up_exps.weight"  # of gate and up of all experts
+GATE: Final = "attn_gate"  # of attention
 ROUTER: Final = "ffn_gate_inp.weight"
 CORRECTION: Final = "exp_probs_b.bias"
 SCORE_ROWS: Final = "cls.output.weight"  # of models that judge pairs
@@ -134,7 +135,7 @@ _LATENTS: Final[Mapping[str, Any]] = {
 }
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "afmoe": {"attention_gate": "attn_gate"},
+    "afmoe": {"attention_gate": GATE},
     **{name: {"gate_up": ("ffn_up",)} for name in ("chatglm", "glm4")},
     "deepseek2": _LATENTS,
     "falcon": {"qkv": (QKV,)},
@@ -153,8 +154,10 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "granite_swa": {"sinks": "attn_sinks.weight", "shared_gate_up": ("ffn_up_shexp",)},
     "granitehybrid": _SPACES,
     "hy_v3": {"correction": CORRECTION.removesuffix(".bias")},
+    "laguna": {"attention_gate": GATE},
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
+    "mimo2": {"sinks": "attn_sinks.weight"},
     "mistral4": _LATENTS,
     "nemotron_h": _BLOCKS,
     "nemotron_h_moe": _BLOCKS,

@@ -7,7 +7,7 @@ from typing import Any, Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.gguf.common import LAYER_NORM, RMS_NORM, SIGMOID, SOFTMAX, Values, common
 from onnxport.exporter.gguf.facts import Facts
-from onnxport.exporter.gguf.layouts import ROUTER
+from onnxport.exporter.gguf.layouts import GATE, ROUTER
 from onnxport.exporter.gguf.recent import (
     expert_sizes,
     experts_beside_shared,
@@ -135,4 +135,84 @@ def mellum(facts: Facts) -> Values:
         "num_experts_per_tok": meta.require("expert_used_count", int),
         "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
         "norm_topk_prob": True,
+    }
+
+
+def laguna(facts: Facts) -> Values:
+    """Laguna: query heads by layer, and gates that their tensors tell the kind of.
+
+    Where a file does not say it, the first of every four layers sees all.
+    """
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    meta.expect("expert_shared_count", 1)
+    layers = facts.num_layers()
+    heads = facts.by_layer("attention.head_count", layers)
+    values = common(facts, "LagunaForCausalLM", heads=max(heads), partial=True)
+    size, window = meta.require("expert_feed_forward_length", int), meta.get(_WINDOW, int, 0)
+    rope: dict[str, Any] = values["rope_parameters"]
+    types = kinds(facts, own_base=True, sees_first=True) if window else [_FULL] * layers
+    routed = _feed_forward_kinds(facts, layers)
+    meta.expect("leading_dense_block_count", [*routed, "sparse"].index("sparse"))
+    rows = {facts.shapes.get(f"blk.{layer}.{GATE}.weight", (0,))[0] for layer in range(layers)}
+    return values | {
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-head" if rows == set(heads) else "per-element",
+        "sliding_window": window or None,
+        "layer_types": types,
+        "rope_parameters": {_FULL: rope, _SLIDING: _rope_of_windows(facts, values)},
+        "mlp_layer_types": routed,
+        "num_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": size,
+        "shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length", int, size),
+        "moe_routed_scaling_factor": scale(facts),
+    }
+
+
+def _rope_of_windows(facts: Facts, values: Values) -> Values:
+    """RoPE of layers with a window, which is not scaled, and may be of another base and part."""
+    meta, head = facts.metadata, values["head_dim"]
+    rotated = meta.get("rope.dimension_count", int, head)
+    theta = values["rope_parameters"]["rope_theta"]
+    return {
+        "rope_theta": meta.get("rope.freq_base_swa", float, theta),
+        "partial_rotary_factor": meta.get("rope.dimension_count_swa", int, rotated) / head,
+    }
+
+
+def mimo2(facts: Facts) -> Values:
+    """MiMo V2 Flash; layers behind the last one guess further tokens.
+
+    A window is as many tokens as the file says, the query's own among them, as llama.cpp has it.
+    """
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        meta.expect(key, 1)
+    further = facts.further_layers()
+    layers = facts.num_layers() - further
+    types = kinds(facts, layers, own_base=True)
+    found = dict(zip(types, facts.by_layer("attention.head_count_kv", layers), strict=True))
+    first = _FULL if _FULL in found else _SLIDING
+    values = common(
+        facts, "MiMoV2FlashForCausalLM", kv_heads=found[first], own_values=True, partial=True
+    )
+    rope: dict[str, Any] = values["rope_parameters"]
+    theta = meta.get("rope.freq_base_swa", float, rope["rope_theta"])
+    return values | {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": further or None,
+        "swa_num_key_value_heads": found.get(_SLIDING),
+        "attention_value_scale": meta.get("attention.value_scale", float, None),
+        "sliding_window": meta.require(_WINDOW, int),
+        "layer_types": types,
+        "rope_parameters": {_FULL: rope, _SLIDING: rope | {"rope_theta": theta}},
+        "mlp_layer_types": _feed_forward_kinds(facts, layers),
+        "n_routed_experts": facts.num_experts(),
+        "num_experts_per_tok": meta.require("expert_used_count", int),
+        "moe_intermediate_size": meta.require("expert_feed_forward_length", int),
+        "routed_scaling_factor": scale(facts),
     }

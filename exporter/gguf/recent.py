@@ -355,10 +355,16 @@ def _slides(facts: Facts, layers: int) -> list[bool]:
     return [bool(one) for one in facts.by_layer(_PATTERN, layers)]
 
 
-def kinds(facts: Facts, layers: int | None = None, *, own_base: bool = False) -> list[str]:
+def kinds(
+    facts: Facts,
+    layers: int | None = None,
+    *,
+    own_base: bool = False,
+    sees_first: bool = False,
+) -> list[str]:
     """The layers' types: as a list says, or every so many sees all; of all of them, or so many.
 
-    RoPE has one base for all, unless `own_base`.
+    RoPE has one base for all, unless `own_base`. Of every so many the last sees all, or the first.
     """
     if layers is None:
         layers = facts.num_layers()
@@ -369,5 +375,5 @@ def kinds(facts: Facts, layers: int | None = None, *, own_base: bool = False) ->
         slides = facts.by_layer(_PATTERN, layers)
     else:
         every = facts.count(_PATTERN, _EVERY)
-        slides = [(layer + 1) % every != 0 for layer in range(layers)]
+        slides = [(layer + (not sees_first)) % every != 0 for layer in range(layers)]
     return [_SLIDING if one else _FULL for one in slides]

@@ -12,7 +12,9 @@ lists without padding, as OpenVINO's PagedAttentionExtension takes them:
 
 The caches stay graph inputs, in whatever layout the device fills them, and are written in place;
 the graph's outputs for them are removed. Layers that read another one's caches get the inputs of
-that, and write the same keys and values there once more.
+that, and write the same keys and values there once more. All layers get as many query heads: what
+OpenVINO 2026.4's CPU plugin finds is wrong where layers of one model have several numbers of them.
+Those that are added read zeros, and what they find is left out.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def flatten_paged(model: onnx.ModelProto) -> PassResult:
     g = GraphBuilder("flat")
     g.reserve((names(copy) | set(_ADDED)) - set(layers))
     _replace_inputs(copy, {name for layer in layers.values() for name in layer.outputs[1:]})
-    rewriter = _Rewriter(g, copy, _inputs_of_presents(layers.values()))
+    widest = max(layer.num_heads for layer in layers.values())
+    rewriter = _Rewriter(g, copy, _inputs_of_presents(layers.values()), widest)
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
         if is_paged_attention(node):
@@ -123,8 +126,11 @@ def _inputs_of_presents(layers: Iterable[PagedAttentionNode]) -> dict[str, str]:
 class _Rewriter:
     """Emits the replacement of each node; layers share the rows of the RoPE tables."""
 
-    def __init__(self, g: GraphBuilder, model: onnx.ModelProto, pasts: Mapping[str, str]) -> None:
+    def __init__(
+        self, g: GraphBuilder, model: onnx.ModelProto, pasts: Mapping[str, str], widest: int
+    ) -> None:
         self._g = g
+        self._widest = widest  # query heads that every layer gets
         self._pasts = pasts
         self._initializers = initializers(model)
         self._rows: dict[str, str] = {}  # table -> its rows at the tokens' positions
@@ -137,15 +143,19 @@ class _Rewriter:
         key = self._normalize(layer, key, PagedInput.K_NORM_WEIGHT)
         if layer.do_rotary:
             query, key = self._rotate(layer, query), self._rotate(layer, key)
-        widths = (layer.num_heads, layer.kv_num_heads, layer.kv_num_heads)
+        is_filled = layer.num_heads < self._widest
+        if is_filled:
+            query = self._fill(layer, query)
+        widths = (self._widest, layer.kv_num_heads, layer.kv_num_heads)
         rows = [
             ops.reshape(g, x, [-1, heads * layer.head_size])
             for x, heads in zip((query, key, value), widths, strict=True)
         ]
         scale = layer.scale if layer.scale is not None else layer.head_size**-0.5
         sink = layer.input(PagedInput.HEAD_SINK)
+        assert not (sink and is_filled)  # ArchSpec has no such model
         sinks = [ops.reshape(g, sink, [1, layer.num_heads, 1, 1], "sinks")] if sink else []
-        g.node(
+        (found,) = g.node(
             FLAT_PAGED_ATTENTION,
             [
                 *rows,
@@ -157,7 +167,7 @@ class _Rewriter:
                 MAX_CONTEXT_LEN,
                 *sinks,
             ],
-            outputs=[layer.outputs[0]],
+            outputs=[".filled" if is_filled else layer.outputs[0]],
             domain=DOMAIN,
             name="paged",
             head_size=layer.head_size,
@@ -165,6 +175,29 @@ class _Rewriter:
             local_window_size=layer.local_window_size or 0,
             scale=float(scale),
         )
+        if is_filled:
+            self._empty(layer, found)
+
+    def _fill(self, layer: PagedAttentionNode, query: str) -> str:
+        """Query heads of zeros behind those of each KV head, for as many as in the widest layer."""
+        g, kv_heads = self._g, layer.kv_num_heads
+        room = (self._widest - layer.num_heads) // kv_heads
+        shape = [-1, kv_heads, layer.num_heads // kv_heads, layer.head_size]
+        pads, axis = (g.constant(np.array(one, np.int64), "room") for one in ([0, room], [2]))
+        nothing = g.constant(np.array(0, np.float32), "nothing")
+        return g.node("Pad", [ops.reshape(g, query, shape), pads, nothing, axis], name="filled")
+
+    def _empty(self, layer: PagedAttentionNode, found: str) -> None:
+        """What a layer's own query heads found; the result has the layer's name."""
+        g, kv_heads = self._g, layer.kv_num_heads
+        shape = [-1, kv_heads, self._widest // kv_heads, layer.head_size]
+        first, end, axis = (
+            g.constant(np.array([one], np.int64), "own")
+            for one in (0, layer.num_heads // kv_heads, 2)
+        )
+        own = g.node("Slice", [ops.reshape(g, found, shape), first, end, axis], name="own")
+        width = g.constant(np.array([-1, layer.num_heads * layer.head_size], np.int64), "width")
+        g.node("Reshape", [own, width], outputs=[layer.outputs[0]], name="own.join")
 
     def _split_heads(self, layer: PagedAttentionNode) -> tuple[str, str, str]:
         """Query [T, heads, 1, head_size], key and value [T, kv_heads, 1, head_size]."""

@@ -78,7 +78,8 @@ _LFM2: Final = _Names(
         "feed_forward.w2": ("down_proj",),
     },
 )
-_LFM3: Final = replace(_LFM2, attention={**_ATTENTION, "self_attn.g_proj": ("attention_gate",)})
+_WITH_GATES: Final[_Modules] = {**_ATTENTION, "self_attn.g_proj": ("attention_gate",)}
+_LFM3: Final = replace(_LFM2, attention=_WITH_GATES)
 _NEOX: Final = replace(
     _PLAIN,
     attention={"attention.query_key_value": (_Q, _K, _V), "attention.dense": (_O,)},
@@ -103,6 +104,10 @@ _EXAONE: Final = _Names(
 )
 _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "afmoe": replace(_PLAIN, attention={**_ATTENTION, "self_attn.gate_proj": ("attention_gate",)}),
+    "bailing_moe": replace(
+        _PLAIN,
+        attention={"attention.query_key_value": (_Q, _K, _V), "attention.dense": (_O,)},
+    ),
     "phi3": replace(
         _GLM,
         attention={"self_attn.qkv_proj": (_Q, _K, _V), "self_attn.o_proj": (_O,)},
@@ -190,6 +195,7 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
         state={name.replace("mamba", "mixer"): one for name, one in _SPACE.items()},
         feed_forward={"mixer.up_proj": ("up_proj",), "mixer.down_proj": ("down_proj",)},
     ),
+    "laguna": replace(_PLAIN, attention=_WITH_GATES),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "lfm3": _LFM3,

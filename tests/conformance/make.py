@@ -33,6 +33,7 @@ DIAGONAL: Final = (
 SOFTWARE: Final = (*DIAGONAL, ("qwen2", AWQ), ("qwen3-moe", "int4"))
 # Attention of latents: what a device's own, and a cache of int4, do not have.
 LATENT: Final = (
+    ("axk1", "fp32"),
     ("deepseek-v2", "fp16"),
     ("deepseek-v2-lite", "int4"),
     ("deepseek-v3", "fp16"),
@@ -40,7 +41,11 @@ LATENT: Final = (
     ("minicpm3", "int8"),
 )
 # Layers that differ in their heads or share keys and values.
-MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
+MIXED: Final = (
+    ("gemma4-moe-all", "int8"),
+    ("gemma4-shared", "fp32"),
+    ("mimo-v2-flash", "fp16"),
+)
 # Layers with a state in place of keys and values.
 HYBRID: Final = (("qwen3.5", "fp32"), ("lfm3", "fp32"))
 # Families whose graphs are of the same operators, in one precision.
@@ -77,6 +82,8 @@ ONCE: Final = (
     ("hunyuan-moe", "fp16"),
     ("hy-v3", "fp16"),
     ("jais2", "int4"),
+    ("laguna", "fp16"),
+    ("laguna-full", "int8"),
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),

@@ -41,6 +41,7 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
         *("granitemoeshared", "qwen2-moe", "ernie-moe", "glm4-moe", "dots1", "solar-open"),
         *("exaone4", "exaone4-full", "exaone-moe", "minimax-m2-tied"),
         *("hunyuan-biases", "hunyuan-moe", "cohere", "cohere2", "afmoe"),
+        *("laguna", "laguna-full", "mimo-v2-flash-whole"),
         *("hy-v3", "mellum", "cohere2-moe", "cohere2-moe-softmax"),
         *("gpt-oss", "gpt-oss-16bit", "ministral3", "ministral3-text"),
         *("apertus", "arcee", "cohere-norms", "gpt-neox", "nemotron-biases", "phi-mha", "stablelm"),

@@ -30,13 +30,14 @@ from tests.graphs.test_linear_spec import SPEC as DELTA_NETS
 
 LLAMA = replace(SPEC, family="llama")
 QWEN = replace(SPEC, family="qwen2")
+LAYER_HEADS = (BASE.num_heads, *[BASE.num_kv_heads] * (BASE.num_layers - 1))
 Q, DOWN = "blk.0.attn_q.weight", "blk.1.ffn_down.weight"
 
 
 def test_every_architecture_has_families() -> None:
     """But for those whose models no provider adapts, and those whose adapters were never seen."""
     unseen = {"chatglm", "exaone", "internlm2", "minicpm", "mistral3", "qwen2vl", "qwen3vl"}
-    unadapted = {"deepseek2", "gemma3n", "gemma4", "mistral4"}
+    unadapted = {"deepseek2", "gemma3n", "gemma4", "mimo2", "mistral4"}
     assert ARCHITECTURES.keys() - FAMILIES.keys() == unadapted | unseen
     assert ARCHITECTURES.keys() >= FAMILIES.keys()
     named = {family for families in FAMILIES.values() for family in families}
@@ -50,6 +51,16 @@ def test_every_architecture_has_families() -> None:
         ("phi3", replace(SPEC, family="phi3")),
         ("gptneox", replace(SPEC, family="gpt_neox", ungated=True, hidden_act="gelu")),
         ("afmoe", replace(BASE, family="afmoe", attention_gate=True)),
+        (
+            "laguna",
+            replace(
+                BASE,
+                family="laguna",
+                attention_gate=True,
+                head_gates=True,
+                layer_heads=LAYER_HEADS,
+            ),
+        ),
         ("qwen35", replace(DELTA_NETS, family="qwen3_5_text")),
         ("qwen3next", replace(DELTA_NETS, family="qwen3_next")),
         ("granitehybrid", replace(BASE, family="granitemoehybrid", linear=SPACE)),

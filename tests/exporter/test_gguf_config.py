@@ -96,6 +96,13 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "expert_weights_norm": True,
         "expert_weights_scale": 2.5,
     },
+    "bailingmoe2": {"expert_feed_forward_length": 32, "expert_weights_norm": True},
+    "laguna": {"attention.sliding_window": 8, "expert_feed_forward_length": 32},
+    "mimo2": {
+        "attention.head_count_kv": 4,
+        "attention.sliding_window": 8,
+        "expert_feed_forward_length": 32,
+    },
     "mellum": {"attention.sliding_window": 8, "expert_feed_forward_length": 32},
     "mistral4": {
         **LATENTS,
@@ -175,7 +182,7 @@ WITH_EXPERTS = (
     *("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
     *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
     *("ernie4_5-moe", "nemotron_h_moe", "qwen3next"),
-    *("cohere2moe", "hy_v3", "mellum", "mistral4"),
+    *("bailingmoe2", "cohere2moe", "hy_v3", "laguna", "mellum", "mimo2", "mistral4"),
 )
 # Tensors whose sizes are read.
 SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {

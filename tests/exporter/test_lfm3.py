@@ -74,7 +74,7 @@ def test_the_published_model() -> None:
     assert spec.qk_norm
     assert spec.output_norms
     assert spec.attention_gate
-    assert spec.gate_size == 16
+    assert spec.gate_size(2) == 16
     assert spec.tie_word_embeddings
     assert ArchSpec.from_json(spec.to_json()) == spec
 

@@ -49,6 +49,7 @@ FAMILIES = (
     "hunyuan",
     "hyperclovax",
     "jais2",
+    "laguna",
     "llama",
     "mistral-window",
     "nanochat",
@@ -92,7 +93,8 @@ def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
     rows = {name: shape[0] for name, shape in projection_shapes(spec, 0).items()}
     for (layer, projection), delta in adapter.deltas.items():
         parent = "self_attn" if projection in OF_ATTENTION else "mlp"
-        module, begin = "gate_proj" if projection == "attention_gate" else projection, 0
+        gate = "g_proj" if spec.family == "laguna" else "gate_proj"
+        module, begin = gate if projection == "attention_gate" else projection, 0
         for joined in ("qkv", "gate_up"):
             if spec.family == "phi3" and projection in KINDS[joined]:
                 module = f"{joined}_proj"

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from tests.exporter import bailing, checkpoints
+from tests.exporter.run_graphs import Graph
 from tests.published.converted import Model, check
+from tests.published.converting import convert
 from tests.published.places import needs_llama_cpp
 from tests.tiers import every
 
@@ -38,6 +45,14 @@ WHOLE = {  # heads rotate, as is told of Solar Open
 }
 HUNYUAN_MOE = {"moe_intermediate_size": [64] * 2, "num_shared_expert": [1] * 2, "moe_topk": [3] * 2}
 FURTHER = {"num_nextn_predict_layers": 1}
+MIMO = {"routed_scaling_factor": 1.0}
+MIMO_KEYS = {  # which published files have, and transformers leaves out
+    **{"hybrid_layer_pattern": [0, 1, 1], "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    **{"swa_head_dim": 32, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4},
+    **{"swa_v_head_dim": 16, "layernorm_epsilon": 0.05},
+    **{"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "swa_rope_theta": 300.0,
+}
 MODELS: Mapping[str, Model] = {
     "afmoe": Model(
         "afmoe",
@@ -74,7 +89,14 @@ MODELS: Mapping[str, Model] = {
     "cohere2-moe-further": Model("cohere2-moe", {}, FURTHER, further="model.layers.3."),
     "hy-v3": Model("hy-v3"),
     "hy-v3-further": Model("hy-v3", {}, FURTHER, further="model.layers.3."),
+    "laguna": Model(  # the first of every four layers sees all, as llama.cpp knows
+        "laguna", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    ),
+    "laguna-full": Model(
+        "laguna-full", {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 0}
+    ),
     "mellum": Model("mellum", {"mlp_layer_types": None}),
+    "mimo-v2-flash": Model("mimo-v2-flash", MIMO, MIMO_KEYS),
     "mistral4": Model("mistral4", {"rope_parameters": GROWING}, context_length=64),
     "youtu": Model("youtu"),
     "youtu-yarn": Model("youtu-halves", {"rope_interleave": True, "rope_parameters": YARN}),
@@ -83,6 +105,18 @@ MODELS: Mapping[str, Model] = {
     "solar-open": Model("solar-open", WHOLE),
     "solar-open-groups": Model("solar-open-groups", WHOLE),
 }
+
+
+def test_bailing(tmp_path: Path) -> None:
+    """Ling and Ring 2.0, for which transformers has no class: GLM 4.5 by other names."""
+    model = checkpoints.make(bailing.CASE, tmp_path / "checkpoint")
+    bailing.publish(tmp_path / "checkpoint", **bailing.CONFIG)
+    path = convert(tmp_path / "checkpoint", tmp_path / "model.gguf")
+    options = ExportOptions(precision="fp32", threads=1)
+    artifact = Artifact.read(export_model(path, tmp_path / "artifact", options))
+    token_ids = checkpoints.tokens()
+    found = Graph(artifact, "split").logits(token_ids)
+    np.testing.assert_allclose(found, checkpoints.logits(model, token_ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("name", every(4, MODELS))

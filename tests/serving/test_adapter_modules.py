@@ -34,6 +34,12 @@ NEMOTRON = replace(
 LFM2 = replace(BASE, family="lfm2", linear=CONV)
 OLMO = replace(SPEC, family="olmo_hybrid", attention_gate=None)
 AFMOE = replace(BASE, family="afmoe", attention_gate=True)
+LAGUNA = replace(
+    AFMOE,
+    family="laguna",
+    head_gates=True,
+    layer_heads=(BASE.num_heads, *[BASE.num_kv_heads] * (BASE.num_layers - 1)),
+)
 EXPERTS = ExpertsSpec(count=4, per_token=2, size=32, normalized=True, shared_size=64)
 
 
@@ -48,7 +54,7 @@ def tensors_of(base: ArchSpec, parent: str = "model") -> Tensors:
 
 
 @pytest.mark.parametrize(
-    "base", [QWEN, NEXT, GRANITE, NEMOTRON, LFM2, AFMOE, OLMO], ids=lambda b: b.family
+    "base", [QWEN, NEXT, GRANITE, NEMOTRON, LFM2, AFMOE, LAGUNA, OLMO], ids=lambda b: b.family
 )
 def test_modules_have_all_projections_once(base: ArchSpec) -> None:
     """With as many rows as the products of the graph have."""
