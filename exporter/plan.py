@@ -6,7 +6,7 @@ A weight is named by its role: `embedding`, `final_norm`, `head`, and for each l
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
-dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
+dt_bias, norm}` for `qkv` and its norms (of Kimi Delta Attention `linear.{decay, z_in}`, too); or, where it is a state space, `linear.{z, mixed, dt, conv,
 conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. Where a
 layer has attention and a state space, the last product of the latter is `linear.o`. A draft
 head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides, or, of
@@ -115,7 +115,7 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role = f"layers.{layer}."
         prefix, behind = _prefixes(spec, names, layer)
         experts = spec.experts_of(layer)
-        vectors.update(_layer_norms(spec, names, role, prefix))
+        vectors.update(_layer_norms(spec, layer, names, role, prefix))
         own_norm = spec.parallel_norms or not spec.parallel_layers
         if spec.has_mlp(layer) and not spec.raw_inputs and own_norm:
             tensor = behind + names.post_norm
@@ -228,10 +228,10 @@ def _draft_norms(hidden: int, draft: DraftSpec, names: TensorNames) -> dict[str,
 
 
 def _layer_norms(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+    spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, VectorPlan]:
     found = {}
-    if spec.latent is not None:
+    if spec.latent is not None and spec.has_attention(layer):
         found["latent_norm"] = plan_norm(names, prefix + names.latent_kv_norm, spec.latent.kv_rank)
         if spec.latent.query_rank is not None:
             tensor = prefix + names.latent_q_norm

@@ -31,6 +31,10 @@ class LinearAttentionSpec:
     over its queries, keys and values, and a matrix [value_size, key_size] for each value head. Each
     query and key head serves `value_heads / key_heads` value heads, one behind the other.
 
+    With a `gate_rank` they are Kimi Delta Attention (arXiv:2510.26692): each channel of a value
+    head's key has a decay of its own, what makes decays and the output's gate are two products each
+    with so many numbers between them, and that gate is a sigmoid and not a SiLU.
+
     Raises ValueError when sizes contradict each other.
     """
 
@@ -40,9 +44,14 @@ class LinearAttentionSpec:
     value_size: int  # of a value head
     kernel: int  # tokens that the convolution reads, the last one its own
     layers: tuple[bool, ...]  # which of them are such
+    gate_rank: int | None = None  # None: decays are of heads, and one product makes each
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
+        require(
+            self.gate_rank is None or self.gate_rank > 0,
+            f"gate_rank of linear attention must be positive, is {self.gate_rank}",
+        )
         for name in ("key_heads", "value_heads", "key_size", "value_size"):
             value = getattr(self, name)
             require(value > 0, f"{name} of linear attention must be positive, is {value}")
@@ -79,9 +88,15 @@ class LinearAttentionSpec:
         return (self.value_heads, self.value_size, self.key_size)
 
     @property
+    def decay_width(self) -> int:
+        """Decays of a token: of each value head, or of each channel of its key."""
+        return self.value_heads * (1 if self.gate_rank is None else self.key_size)
+
+    @property
     def projected_width(self) -> int:
         """Rows and columns, beside hidden_size, of a layer's large products."""
-        return self.channels + 2 * self.value_width
+        gates = self.value_width if self.gate_rank is None else 2 * self.gate_rank
+        return self.channels + self.value_width + gates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +247,8 @@ def _check_common(what: str, kernel: int, layers: tuple[bool, ...], *, some: boo
 
 
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("beside_attention", "without_norm")
+_OF_SPACES: Final = ("beside_attention", "without_norm")
+_LATER: Final = (*_OF_SPACES, "gate_rank")
 
 
 def _schema(sizes: tuple[str, ...], switches: tuple[str, ...]) -> Mapping[str, tuple[type, ...]]:
@@ -242,13 +258,16 @@ def _schema(sizes: tuple[str, ...], switches: tuple[str, ...]) -> Mapping[str, t
 _KINDS: Final[Mapping[str | None, tuple[type[LinearSpec], Mapping[str, tuple[type, ...]]]]] = {
     None: (
         LinearAttentionSpec,
-        _schema(("key_heads", "value_heads", "key_size", "value_size", "kernel"), ()),
+        {
+            **_schema(("key_heads", "value_heads", "key_size", "value_size", "kernel"), ()),
+            "gate_rank": (int, NONE),
+        },
     ),
     "state_space": (
         StateSpaceSpec,
         {
             **_schema(("heads", "head_size", "groups", "state_size", "kernel"), ("conv_bias",)),
-            **dict.fromkeys(_LATER, (bool, NONE)),
+            **dict.fromkeys(_OF_SPACES, (bool, NONE)),
         },
     ),
     "short_convolution": (ShortConvSpec, _schema(("channels", "kernel"), ("bias",))),
