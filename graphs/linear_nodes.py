@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 CAUSAL_CONV: Final = "VarlenCausalConvWithState"
 DELTA_NET: Final = "GatedDeltaNet"
-# Our own attribute of a delta net: 1 where decay is [num_tokens, value_heads * key_size] and dt_bias
-# [value_heads * key_size], as Kimi Delta Attention has them (arXiv:2510.26692).
+# Our own attribute of a delta net: 1 where decay is [num_tokens, value_heads * key_size] and
+# dt_bias [value_heads * key_size], as Kimi Delta Attention has them (arXiv:2510.26692).
 CHANNEL_DECAY: Final = "channel_decay"
 LENGTH_EPSILON: Final = 1e-6  # added to the sum of squares of a query or key, as transformers does
 

@@ -48,13 +48,12 @@ class LinearAttentionSpec:
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
-        require(
-            self.gate_rank is None or self.gate_rank > 0,
-            f"gate_rank of linear attention must be positive, is {self.gate_rank}",
-        )
-        for name in ("key_heads", "value_heads", "key_size", "value_size"):
+        for name in ("key_heads", "value_heads", "key_size", "value_size", "gate_rank"):
             value = getattr(self, name)
-            require(value > 0, f"{name} of linear attention must be positive, is {value}")
+            require(
+                value is None or value > 0,
+                f"{name} of linear attention must be positive, is {value}",
+            )
         require(
             self.value_heads % self.key_heads == 0,
             f"value_heads {self.value_heads} of linear attention are no multiple of key_heads "

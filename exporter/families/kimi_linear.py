@@ -79,7 +79,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         shared=1,
         layers=layers,
         scale=2.446,
-        count_keys=("num_local_experts",),
+        count_keys=("num_local_experts", "n_routed_experts"),
     )
     epsilon = config.get("latent_norm_eps", float, INNER_EPSILON)  # GGUF files have another one
     try:

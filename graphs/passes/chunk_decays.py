@@ -137,7 +137,7 @@ class ChannelDecays:
 
 
 def channel_sums(most: int) -> NDArray[np.float32]:
-    """Both kinds of sums for a chunk of `most` tokens, a power of two: [2, levels + 1, most, most]."""
+    """Both kinds of sums of `most` tokens, a power of two; [2, levels + 1, most, most]."""
     t = np.arange(most)[:, None]
     i = np.arange(most)
     sizes = [1 << power for power in range(most.bit_length())]

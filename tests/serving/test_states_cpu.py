@@ -48,6 +48,8 @@ PARAMS = [
 MADE = (
     ("qwen3.5", "int4", "custom"),
     ("qwen3-next", "fp32", "decomposed"),
+    ("kimi-linear", "fp32", "decomposed"),
+    ("kimi-linear-groups", "int4", "custom"),
     ("lfm2", "fp32", "decomposed"),
     ("lfm3", "fp32", "decomposed"),
     ("lfm2-moe", "int4", "custom"),
@@ -67,7 +69,7 @@ def artifact(
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
     folder = tmp_path_factory.mktemp(case)
     known = {**checkpoints.HYBRID, **checkpoints.SPACES, **checkpoints.SHORT_CONV}
-    known |= checkpoints.UNGATED_EXPERTS
+    known |= {**checkpoints.UNGATED_EXPERTS, **checkpoints.KIMI}
     checkpoints.make(known[case], folder / "checkpoint")
     options = export_options(precision)
     return export_model(folder / "checkpoint", folder / "artifact", options), attention
