@@ -169,3 +169,13 @@ def test_what_the_reference_refuses_is_refused() -> None:
     for fire in (decompose_linear, chunk_linear):
         with pytest.raises(ArtifactError, match="update_rule 'delta'"):
             fire(model)
+
+
+def test_channels_without_the_delta_rule_are_refused() -> None:
+    gated = linear_cases.make_gated(2, (2, 4), (16, 6), (3, 1))
+    model = bounded_model(gated, c.QUERY_TILE)
+    (node,) = [node for node in model.graph.node if node.op_type == "GatedDeltaNet"]
+    node.attribute.append(helper.make_attribute("channel_decay", 1))
+    for fire in (decompose_linear, chunk_linear):
+        with pytest.raises(ArtifactError, match="'gated' and channel_decay, which is understood"):
+            fire(model)

@@ -260,10 +260,11 @@ def _delta_net(case: DeltaCase) -> tuple[Wide, Wide]:
         query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True) + EPSILON) for x in (query, key))
     query = query * (case.scale or query.shape[2] ** -0.5)
     query, key = (np.repeat(x, shared, axis=1) for x in (query, key))
-    log = case.decay.astype(np.float64).reshape(tokens, heads, -1)  # one number, or channels
+    width = query.shape[2] if case.has_channels else 1
+    log = case.decay.astype(np.float64).reshape(tokens, heads, width)
     steps = np.ones((tokens, heads))
     if case.a_log is not None and case.dt_bias is not None:
-        raw = np.logaddexp(0, log + case.dt_bias.reshape(heads, -1))
+        raw = np.logaddexp(0, log + case.dt_bias.reshape(heads, width))
         steps = raw[..., 0] if case.has_steps else steps
         log = -np.exp(case.a_log.astype(np.float64))[:, None] * raw
     beta = None if case.beta is None else case.beta.astype(np.float64)

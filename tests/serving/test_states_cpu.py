@@ -182,6 +182,8 @@ def test_adapters_have_states_of_their_own(artifact: tuple[Path, str], tmp_path:
     Of a prompt that was read with one adapter, nothing is found with another one or with none.
     """
     path, attention = artifact
+    if Artifact.read(path).manifest.model.latent is not None:
+        pytest.skip("adapters are refused beside attention of latents: see providers.latents")
     folders = {f"{seed}": adapter_of_all(tmp_path, path, seed) for seed in (1, 2)}
     names = (None, "1", "2", "1", None, "2")
     prompts = [TokensPrompt(prompt_token_ids=PROMPTS[at]) for at in (1, 1, 1, 2, 2, 4)]

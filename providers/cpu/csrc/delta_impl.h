@@ -39,6 +39,16 @@ static void scale(float* x, int64_t padded_size, float factor) {
     Vec::store(x + i, Vec::mul(Vec::load(x + i), Vec::set1(factor)));
 }
 
+// a * b + c, in one step wherever the processor has it: of two products that are added compilers
+// choose one to fuse, and another one for other numbers of rows.
+static inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 static float product_of(const float* a, const float* b, int64_t padded_size) {
   Vec::T sum = Vec::set1(0.f);
   for (int64_t i = 0; i < padded_size; i += Vec::kWidth)
@@ -174,8 +184,8 @@ struct DeltaHead {
     const float product = tokens.products[key_head * tokens.count + token];
     const float* values = value(token, row);
     for (int r = 0; r < rows; r++) {
-      deltas[r] = own * (values[r] - keep * sums[r]);
-      net.output[at(token, row + r)] = keep * sums[rows + r] + deltas[r] * product;
+      deltas[r] = own * fused(-keep, sums[r], values[r]);
+      net.output[at(token, row + r)] = fused(keep, sums[rows + r], deltas[r] * product);
     }
   }
 };
