@@ -32,7 +32,8 @@ def convolve(x: Array, kernel: Array) -> Array:
 def delta_net(linear: LinearAttentionSpec, qkv: Array, beta: Array, decay: Array) -> Array:
     """Query a state that each token changes (arXiv:2412.06464), beginning with zeros.
 
-    The state S of a value head becomes g S, where each column may have a g of its own, and then S + beta (v - S k) k^T; S q comes of it.
+    The state S of a value head becomes g S, where each column may have a g of its own, and then
+    S + beta (v - S k) k^T; S q comes of it.
 
     Args:
         linear: The sizes.

@@ -8,7 +8,8 @@ where a layer with experts has `router`, `correction`, `experts.gate_up` and `ex
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
 dt_bias, norm}` for `qkv` and its norms, and of Kimi Delta Attention `linear.{decay, z_in}`; or,
 where it is a state space, `linear.{z, mixed, dt, conv, conv_bias, a_log, dt_bias, skip, norm}`, or
-a convolution, `linear.{in, conv, conv_bias}`. Where a layer has attention and a state space, the last product of the latter is `linear.o`. A draft
+a convolution, `linear.{in, conv, conv_bias}`. Where a layer has attention and a state space, the
+last product of the latter is `linear.o`. A draft
 head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides, or, of
 multi-token prediction, `features`, `embedding_norm` and `state_norm`. LayerNorms may have biases,
 `final_norm_bias` and so on. What has no gate, experts too, has `up` for `gate_up`; of an xIELU

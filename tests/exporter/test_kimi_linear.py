@@ -137,8 +137,8 @@ def test_other_names_of_keys() -> None:
         "norm_topk_prob": True,
         "n_group": 1,
     }
-    own = (*("model_max_length", "num_experts", "num_experts_per_token", "num_shared_experts"),)
-    own = (*own, "moe_renormalize", "num_expert_group")
+    own = {"model_max_length", "num_experts", "num_experts_per_token", "num_shared_experts"}
+    own |= {"moe_renormalize", "num_expert_group"}
     renamed = {key: one for key, one in CONFIG.items() if key not in own} | others
     assert configs.read(renamed) == configs.read(CONFIG)
     groups = configs.read(CONFIG | {"num_expert_group": 8, "topk_group": 4}).experts
