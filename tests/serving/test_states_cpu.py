@@ -48,8 +48,8 @@ PARAMS = [
 MADE = (
     ("qwen3.5", "int4", "custom"),
     ("qwen3-next", "fp32", "decomposed"),
-    ("kimi-linear", "fp32", "decomposed"),
-    ("kimi-linear-groups", "int4", "custom"),
+    ("kimi-linear-groups", "fp32", "decomposed"),
+    ("kimi-linear", "int4", "custom"),
     ("lfm2", "fp32", "decomposed"),
     ("lfm3", "fp32", "decomposed"),
     ("lfm2-moe", "int4", "custom"),
