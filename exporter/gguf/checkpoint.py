@@ -82,8 +82,8 @@ class GgufCheckpoint(Checkpoint):
             if name.endswith(_VECTORS):
                 self._tensors[name] = replace(tensor, shape=(math.prod(tensor.shape),))
             if name.endswith(CONVS):  # whose axes of 1 are there or not
-                shape = (math.prod(tensor.shape[:-1]), tensor.shape[-1])
-                self._tensors[name] = replace(tensor, shape=shape)
+                sizes = (math.prod(tensor.shape[:-1]), tensor.shape[-1])
+                self._tensors[name] = replace(tensor, shape=sizes)
             if name.endswith(CORRECTION) and tensor.shape[:-1] == (1,):  # as ERNIE has it
                 self._tensors[name] = replace(tensor, shape=tensor.shape[1:])
         with_minima: set[str] = set()
