@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 from onnx import TensorProto
 
 from onnxport.exporter.graph_parts import activation_dtype
@@ -22,10 +23,11 @@ class DeltaInputs(NamedTuple):
 
     qkv: str  # [..., channels], ahead of the convolution
     kernel: str  # [channels, 1, kernel]
-    decay: str  # float32 [..., value_heads], ahead of its activation
-    beta: str  # likewise
+    decay: str  # float32 [..., decay_width], ahead of its activation
+    beta: str  # float32 [..., value_heads], likewise
     a_log: str  # float32 [value_heads]
-    dt_bias: str  # likewise
+    dt_bias: str  # float32 [decay_width]
+    by_channel: bool  # decays are of channels
 
 
 Mix = Callable[[int, DeltaInputs], str]  # (layer, inputs) -> [..., value_heads, value_size]
@@ -73,6 +75,7 @@ def mix_by_slots(
         a_log=inputs.a_log,
         dt_bias=inputs.dt_bias,
         has_sigmoid=not linear.doubled_beta,
+        by_channel=inputs.by_channel,
     )
 
 
@@ -112,16 +115,40 @@ def linear_attention(
     kernel = kernel.view(f"{role}.conv.kernel", (sizes.channels, 1, sizes.kernel))
     with g.scope("linear"):
         qkv = linear(f"{role}.qkv", x)
-        gates = ops.cast(g, linear(f"{role}.ba", x), TensorProto.FLOAT, "gates")
-        beta, decay = g.node("Split", [gates], outputs=2, name="split", axis=-1, num_outputs=2)
-        found = mix(
-            layer,
-            DeltaInputs(qkv, g.weight(kernel), decay, beta, vector("a_log"), vector("dt_bias")),
-        )
+        beta, decay = _gates(g, sizes, role, x, linear)
+        rates = vector("a_log"), vector("dt_bias"), sizes.gate_rank is not None
+        found = mix(layer, DeltaInputs(qkv, g.weight(kernel), decay, beta, *rates))
         normed = ops.rms_norm(g, found, vector("norm"), sizes.norm_eps or spec.rms_norm_eps, "norm")
         flat = ops.reshape(g, normed, (*leading, sizes.value_width), "join")
-        gate = ops.silu(g, ops.cast(g, linear(f"{role}.z", x), TensorProto.FLOAT, "z.cast"))
+        read = x if sizes.gate_rank is None else linear(f"{role}.z_in", x)
+        gate = ops.cast(g, linear(f"{role}.z", read), TensorProto.FLOAT, "z.cast")
+        if sizes.gate_rank is None:
+            gate = ops.silu(g, gate)
+        else:
+            gate = g.node("Sigmoid", [gate], name="z.sigmoid")
         gated = g.node(
             "Mul", [ops.cast(g, flat, TensorProto.FLOAT, "join.cast"), gate], name="gated"
         )
         return ops.cast(g, gated, dtype, "gated.cast")
+
+
+def _gates(
+    g: GraphBuilder,
+    sizes: LinearAttentionSpec,
+    role: str,
+    x: str,
+    linear: Callable[[str, str], str],
+) -> tuple[str, str]:
+    """Beta and decay ahead of their activations, float32 [..., value_heads], [..., decay_width]."""
+    both = linear(f"{role}.ba", x)
+    if sizes.gate_rank is None:
+        gates = ops.cast(g, both, TensorProto.FLOAT, "gates")
+        beta, decay = g.node("Split", [gates], outputs=2, name="split", axis=-1, num_outputs=2)
+        return beta, decay
+    widths = g.constant(np.array([sizes.value_heads, sizes.gate_rank], np.int64), "widths")
+    beta, low = g.node("Split", [both, widths], outputs=2, name="split", axis=-1)
+    decay = linear(f"{role}.decay", low)
+    return (
+        ops.cast(g, beta, TensorProto.FLOAT, "beta.cast"),
+        ops.cast(g, decay, TensorProto.FLOAT, "decay.cast"),
+    )

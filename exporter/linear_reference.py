@@ -32,13 +32,14 @@ def convolve(x: Array, kernel: Array) -> Array:
 def delta_net(linear: LinearAttentionSpec, qkv: Array, beta: Array, decay: Array) -> Array:
     """Query a state that each token changes (arXiv:2412.06464), beginning with zeros.
 
-    The state S of a value head becomes g S, and then S + beta (v - S k) k^T; S q comes of it.
+    The state S of a value head becomes g S, where each column may have a g of its own, and then
+    S + beta (v - S k) k^T; S q comes of it.
 
     Args:
         linear: The sizes.
         qkv: Queries, keys and values, [num_tokens, channels].
         beta: How much of a value is new, from 0 to 1, or 2; [num_tokens, value_heads].
-        decay: g, from 0 to 1; [num_tokens, value_heads].
+        decay: g, from 0 to 1; [num_tokens, decay_width].
 
     Returns:
         [num_tokens, value_heads, value_size].
@@ -56,7 +57,7 @@ def delta_net(linear: LinearAttentionSpec, qkv: Array, beta: Array, decay: Array
     result: Array = np.empty_like(v)
     for token in range(len(qkv)):
         key = k[token, :, :, None]  # of each head a column
-        state *= decay[token, :, None, None]
+        state *= decay[token].reshape(linear.value_heads, 1, -1)
         change = (v[token] - (state @ key)[..., 0]) * beta[token, :, None]
         state += change[..., None] * k[token, :, None]
         result[token] = (state @ q[token, :, :, None])[..., 0]

@@ -62,6 +62,8 @@ def tell_lacks(
 def _why_no_gqa_graph(spec: ArchSpec) -> str:
     if spec.latent is not None:
         return "ONNX Runtime's GroupQueryAttention has no attention of latents"
+    if spec.has_channel_decays:
+        return "decays of each channel are written for the paged graph alone"
     if spec.has_mixed_layers:
         return (
             "it knows one size of heads, and keys and values of each layer, and this model's "

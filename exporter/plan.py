@@ -6,9 +6,10 @@ A weight is named by its role: `embedding`, `final_norm`, `head`, and for each l
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
 `gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. Gated attention
 has `attention_gate` besides, and a layer without attention `linear.{qkv, z, ba, conv, a_log,
-dt_bias, norm}` for `qkv` and its norms; or, where it is a state space, `linear.{z, mixed, dt, conv,
-conv_bias, a_log, dt_bias, skip, norm}`, or a convolution, `linear.{in, conv, conv_bias}`. Where a
-layer has attention and a state space, the last product of the latter is `linear.o`. A draft
+dt_bias, norm}` for `qkv` and its norms, and of Kimi Delta Attention `linear.{decay, z_in}`; or,
+where it is a state space, `linear.{z, mixed, dt, conv, conv_bias, a_log, dt_bias, skip, norm}`, or
+a convolution, `linear.{in, conv, conv_bias}`. Where a layer has attention and a state space, the
+last product of the latter is `linear.o`. A draft
 head has `features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides, or, of
 multi-token prediction, `features`, `embedding_norm` and `state_norm`. LayerNorms may have biases,
 `final_norm_bias` and so on. What has no gate, experts too, has `up` for `gate_up`; of an xIELU
@@ -268,7 +269,7 @@ def _layer_norms(
     spec: ArchSpec, layer: int, names: TensorNames, role: str, prefix: str
 ) -> dict[str, VectorPlan]:
     found = {}
-    if spec.latent is not None:
+    if spec.latent is not None and spec.has_attention(layer):
         found["latent_norm"] = plan_norm(names, prefix + names.latent_kv_norm, spec.latent.kv_rank)
         if spec.latent.query_rank is not None:
             tensor = prefix + names.latent_q_norm

@@ -23,10 +23,13 @@ def linear_vectors(
 ) -> dict[str, VectorPlan]:
     """What a layer without attention has beside its products."""
     role, heads = f"{role}linear.", (linear.value_heads,)
+    ahead, behind = names.head_axes
+    shape = (*(1,) * ahead, *heads, *(1,) * behind)
+    decays = (linear.decay_width,)
     return {
         role + "conv": _convolution(linear, names, prefix),
-        role + "a_log": VectorPlan(prefix + names.linear_a_log, heads, is_exact=True),
-        role + "dt_bias": VectorPlan(prefix + names.linear_dt_bias, heads, is_exact=True),
+        role + "a_log": VectorPlan(prefix + names.linear_a_log, shape, is_exact=True),
+        role + "dt_bias": VectorPlan(prefix + names.linear_dt_bias, decays, is_exact=True),
         role + "norm": VectorPlan(prefix + names.linear_norm, (linear.value_size,)),
     }
 
@@ -53,6 +56,8 @@ def linear_matrices(
     Those of beta and of the decay are two numbers a head, and stay as exact as activations are: an
     error of a decay is one of all tokens before, as often as there are tokens behind.
     """
+    if linear.gate_rank is not None:
+        return _kimi_matrices(spec, linear, linear.gate_rank, names, role, prefix)
     hidden, heads = spec.hidden_size, linear.value_heads
     tensors = [f"{prefix}{name}.weight" for name in names.linear_in]
     first: tuple[Part, ...]
@@ -83,6 +88,37 @@ def linear_matrices(
         role + "linear.z": MatrixPlan(z, hidden),
         role + "linear.ba": MatrixPlan(second, hidden, is_exact=True),
         role + "o": replace(o, scale=spec.output_scale),
+    }
+
+
+def _kimi_matrices(
+    spec: ArchSpec,
+    linear: LinearAttentionSpec,
+    rank: int,
+    names: TensorNames,
+    role: str,
+    prefix: str,
+) -> dict[str, MatrixPlan]:
+    """Those of Kimi Delta Attention; both products of decays stay exact, too."""
+    hidden, width, role = spec.hidden_size, linear.value_width, f"{role}linear."
+    qkv = (linear.key_width, linear.key_width, width)
+
+    def product(tensors: tuple[str, ...], rows: tuple[int, ...], columns: int) -> MatrixPlan:
+        return stack_rows(prefix, tensors, rows, columns, biased=False)
+
+    low, high = names.linear_decay
+    ba = product((names.linear_beta, low), (linear.value_heads, rank), hidden)
+    decay = product((high,), (linear.decay_width,), rank)
+    (o,) = names.linear_o
+    return {
+        role + "qkv": product(names.linear_in, qkv, hidden),
+        role + "ba": replace(ba, is_exact=True),
+        role + "decay": replace(decay, is_exact=True),
+        role + "z_in": product(names.linear_gate[:1], (rank,), hidden),
+        role + "z": product(names.linear_gate[1:], (width,), rank),
+        role.removesuffix("linear.") + "o": replace(
+            product((o,), (hidden,), width), scale=spec.output_scale
+        ),
     }
 
 

@@ -27,7 +27,6 @@ def attend(
     Without `tables` nothing rotates.
     """
     if spec.latent is not None:
-        assert tables is not None
         heads = _of_latents(spec, spec.latent, layer, weights, x, tables)
     else:
         heads = _of_heads(spec, layer, weights, x, tables, kept)
@@ -113,7 +112,7 @@ def _of_latents(
     layer: int,
     weights: WeightSource,
     x: Array,
-    tables: tuple[Array, Array],
+    tables: tuple[Array, Array] | None,
 ) -> tuple[Array, Array, Array]:
     """Likewise where keys and values are made of latents, which here they really are."""
     tokens, heads, role = len(x), spec.num_heads, f"layers.{layer}."
@@ -129,8 +128,10 @@ def _of_latents(
     )
     embedding = spec.rope_of(layer)
     plain, turned = np.split(queries.reshape(tokens, heads, -1), [latent.nope_size], axis=-1)
-    turned = _rotate(turned, tables, embedding)
-    shared = np.repeat(_rotate(turning[:, None], tables, embedding), heads, axis=1)
+    turning = turning[:, None]
+    if tables is not None:
+        turned, turning = (_rotate(one, tables, embedding) for one in (turned, turning))
+    shared = np.repeat(turning, heads, axis=1)
     return np.concatenate([plain, turned], -1), np.concatenate([keys, shared], -1), v
 
 
@@ -162,15 +163,20 @@ def attend_linearly(spec: ArchSpec, layer: int, weights: WeightSource, x: Array)
     assert isinstance(spec.linear, LinearAttentionSpec)
     linear, role = spec.linear, f"layers.{layer}.linear."
     qkv = weights.linear(role + "qkv", x)
-    beta, decay = np.split(weights.linear(role + "ba", x), 2, axis=-1)
+    beta, decay = np.split(weights.linear(role + "ba", x), [linear.value_heads], axis=-1)
+    rate = -np.exp(weights.vector(role + "a_log").ravel())
+    if linear.gate_rank is not None:
+        decay = weights.linear(role + "decay", decay)
+        rate = np.repeat(rate, linear.key_size)
     kernel = weights.vector(role + "conv").reshape(linear.channels, linear.kernel)
-    rate = -np.exp(weights.vector(role + "a_log"))
     decay = np.exp(rate * softplus(decay + weights.vector(role + "dt_bias")))
     part = sigmoid(beta) * np.float32(2 if linear.doubled_beta else 1)
     result = delta_net(linear, silu(convolve(qkv, kernel)), part, decay)
     epsilon = linear.norm_eps or spec.rms_norm_eps
     result = rms_norm(result, weights.vector(role + "norm"), epsilon)
-    gate = silu(weights.linear(role + "z", x))
+    read = x if linear.gate_rank is None else weights.linear(role + "z_in", x)
+    gate = weights.linear(role + "z", read)
+    gate = silu(gate) if linear.gate_rank is None else sigmoid(gate)
     return result.reshape(gate.shape) * gate
 
 

@@ -13,6 +13,7 @@ from onnx import TensorProto
 
 from onnxport.graphs import contract, ops
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.linear_nodes import CHANNEL_DECAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ def gated_delta_net(
     a_log: str,
     dt_bias: str,
     has_sigmoid: bool = True,
+    by_channel: bool = False,
 ) -> str:
     """Queries of a state that each token changes (arXiv:2412.06464).
 
@@ -88,12 +90,16 @@ def gated_delta_net(
     Args:
         g: The builder.
         qkv: Queries, keys and values, [num_tokens, channels].
-        decay: float32 [num_tokens, value_heads].
-        beta: Likewise; its sigmoid, or it itself, is how much of a value is new.
+        decay: float32 [num_tokens, value_heads], or with `by_channel` [num_tokens, value_heads *
+            key_size].
+        beta: float32 [num_tokens, value_heads]; its sigmoid, or it itself, is how much of a value
+            is new.
         pool: float32 [num_states, value_heads, value_size, key_size].
         a_log: float32 [value_heads].
-        dt_bias: Likewise.
+        dt_bias: float32, as many as `decay` has of a token.
         has_sigmoid: Whether the operator takes beta's sigmoid.
+        by_channel: Each channel of a key has a decay, which its column of a state is multiplied
+            with (Kimi Delta Attention, arXiv:2510.26692).
 
     Returns:
         [num_tokens, value_heads, value_size].
@@ -109,6 +115,7 @@ def gated_delta_net(
         gate_activation="qwen",
         beta_activation="sigmoid" if has_sigmoid else "none",
         qk_l2_norm=1,
+        **{CHANNEL_DECAY: 1 if by_channel else None},
     )
     pool.write(g, states)
     return output

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 CAUSAL_CONV: Final = "VarlenCausalConvWithState"
 DELTA_NET: Final = "GatedDeltaNet"
+# Our own attribute of a delta net: 1 where decay is [num_tokens, value_heads * key_size] and
+# dt_bias [value_heads * key_size], as Kimi Delta Attention has them (arXiv:2510.26692).
+CHANNEL_DECAY: Final = "channel_decay"
 LENGTH_EPSILON: Final = 1e-6  # added to the sum of squares of a query or key, as transformers does
 
 
@@ -54,6 +57,9 @@ class DeltaNetNode:
     has_qwen_gate: bool  # the decay is made of a_log and dt_bias
     has_sigmoid: bool  # beta is one
     is_normalized: bool  # queries and keys are
+    has_channels: (
+        bool  # decay and dt_bias have a number for each channel of a key, not for each head
+    )
 
     @property
     def is_packed(self) -> bool:
@@ -90,7 +96,7 @@ def _read_conv(node: onnx.NodeProto) -> CausalConvNode:
 
 
 def _read_delta(node: onnx.NodeProto) -> DeltaNetNode:
-    activations = ("gate_activation", "beta_activation", "qk_l2_norm")
+    activations = ("gate_activation", "beta_activation", "qk_l2_norm", CHANNEL_DECAY)
     known = (*activations, "update_rule", "scale", "chunk_size", "state_update_capacity")
     found = _attributes(node, known, {"state_update_capacity": 0})
     rule = _text(node, found, "update_rule", ("gated_delta", "gated"))
@@ -98,6 +104,11 @@ def _read_delta(node: onnx.NodeProto) -> DeltaNetNode:
     beta = _text(node, found, "beta_activation", ("none", "sigmoid"))
     required = (0, 3, 4, 5, 6) if rule == "gated_delta" else (0, 3, 4, 6)
     _require(node, required, at_most=9)
+    if rule == "gated" and found.get(CHANNEL_DECAY, 0):
+        raise ArtifactError(
+            f"{DELTA_NET} {node.name!r} has update_rule 'gated' and {CHANNEL_DECAY}, which is "
+            "understood with 'gated_delta' alone"
+        )
     if rule == "gated" and input_at(node, 5):
         raise ArtifactError(
             f"{DELTA_NET} {node.name!r} has update_rule 'gated' and the beta {node.input[5]!r}; "
@@ -129,6 +140,7 @@ def _read_delta(node: onnx.NodeProto) -> DeltaNetNode:
         has_qwen_gate=gate == "qwen",
         has_sigmoid=beta == "sigmoid",
         is_normalized=bool(found.get("qk_l2_norm", 0)),
+        has_channels=bool(found.get(CHANNEL_DECAY, 0)),
     )
 
 

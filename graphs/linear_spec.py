@@ -31,6 +31,10 @@ class LinearAttentionSpec:
     over its queries, keys and values, and a matrix [value_size, key_size] for each value head. Each
     query and key head serves `value_heads / key_heads` value heads, one behind the other.
 
+    With a `gate_rank` they are Kimi Delta Attention (arXiv:2510.26692): each channel of a value
+    head's key has a decay of its own, what makes decays and the output's gate are two products each
+    with so many numbers between them, and that gate is a sigmoid and not a SiLU.
+
     Raises ValueError when sizes contradict each other.
     """
 
@@ -42,10 +46,12 @@ class LinearAttentionSpec:
     layers: tuple[bool, ...]  # which of them are such
     doubled_beta: bool | None = None  # how much of a value is new is from 0 to 2; None: to 1
     norm_eps: float | None = None  # of the norm behind; None: rms_norm_eps
+    gate_rank: int | None = None  # None: decays are of heads, and one product makes each
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
-        for name in ("key_heads", "value_heads", "key_size", "value_size", "norm_eps"):
+        sizes = ("key_heads", "value_heads", "key_size", "value_size", "norm_eps", "gate_rank")
+        for name in sizes:
             value = getattr(self, name)
             require(
                 value is None or value > 0,
@@ -84,9 +90,15 @@ class LinearAttentionSpec:
         return (self.value_heads, self.value_size, self.key_size)
 
     @property
+    def decay_width(self) -> int:
+        """Decays of a token: of each value head, or of each channel of its key."""
+        return self.value_heads * (1 if self.gate_rank is None else self.key_size)
+
+    @property
     def projected_width(self) -> int:
         """Rows and columns, beside hidden_size, of a layer's large products."""
-        return self.channels + 2 * self.value_width
+        gates = self.value_width if self.gate_rank is None else 2 * self.gate_rank
+        return self.channels + self.value_width + gates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +250,7 @@ def _check_common(what: str, kernel: int, layers: tuple[bool, ...], *, some: boo
 
 # Fields that artifacts of before lack, as those do today where they are None.
 _OF_SPACES: Final = ("beside_attention", "without_norm")
-_LATER: Final = (*_OF_SPACES, "doubled_beta", "norm_eps")
+_LATER: Final = (*_OF_SPACES, "doubled_beta", "norm_eps", "gate_rank")
 
 
 def _schema(sizes: tuple[str, ...], switches: tuple[str, ...]) -> Mapping[str, tuple[type, ...]]:
@@ -252,6 +264,7 @@ _KINDS: Final[Mapping[str | None, tuple[type[LinearSpec], Mapping[str, tuple[typ
             **_schema(("key_heads", "value_heads", "key_size", "value_size", "kernel"), ()),
             "doubled_beta": (bool, NONE),
             "norm_eps": (float, NONE),
+            "gate_rank": (int, NONE),
         },
     ),
     "state_space": (

@@ -30,6 +30,7 @@ from onnxport.graphs.fields import (
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import (
+    LinearAttentionSpec,
     LinearSpec,
     StateSpaceSpec,
     linear_from_json,
@@ -220,7 +221,13 @@ class ArchSpec:
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
         lacks = self.has_mixed_layers or self.has_gelu_experts or self.has_ungated_experts
+        lacks = lacks or self.has_channel_decays
         return self.latent is None and self.value_size is None and not lacks
+
+    @property
+    def has_channel_decays(self) -> bool:
+        """Whether layers with a state have a decay of each channel (Kimi Delta Attention)."""
+        return isinstance(self.linear, LinearAttentionSpec) and self.linear.gate_rank is not None
 
     @property
     def has_gelu_experts(self) -> bool:

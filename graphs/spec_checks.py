@@ -147,9 +147,9 @@ def _check_latent(spec: ArchSpec, latent: LatentSpec) -> None:
         f"num_kv_heads is {spec.num_kv_heads} and head_size is {spec.head_size}",
     )
     require(
-        spec.rope.rotary_dim == latent.rope_size and spec.rotated_layers is None,
-        f"latent attention rotates {latent.rope_size} channels in every layer, and rotary_dim "
-        f"is {spec.rope.rotary_dim}, rotated_layers are {spec.rotated_layers}",
+        spec.rope.rotary_dim == latent.rope_size and not any(spec.rotated_layers or ()),
+        f"latent attention rotates {latent.rope_size} channels in every layer, or in none, and "
+        f"rotary_dim is {spec.rope.rotary_dim}, rotated_layers are {spec.rotated_layers}",
     )
     require(
         spec.attention_scale is not None,
@@ -162,7 +162,7 @@ def _check_latent(spec: ArchSpec, latent: LatentSpec) -> None:
         "attention_softcap": spec.attention_softcap,
         "sliding_window": any(spec.sliding_window),
         "draft with target_layers": spec.draft and not spec.draft.is_mtp,
-        "linear": spec.linear,
+        "a state beside it": spec.has_both,
         "attention_gate": spec.attention_gate,
     }
     found = [name for name, one in others.items() if one]

@@ -130,6 +130,12 @@ class TensorNames:
     linear_dt_bias: str = "linear_attn.dt_bias"
     linear_norm: str = "linear_attn.norm.weight"  # which has no offset
     linear_o: tuple[str, ...] = ("linear_attn.out_proj",)
+    # Of Kimi Delta Attention, where `linear_in` are those of queries, keys and values: what makes of
+    # a layer's input what decays, and the gate, are made of, and this.
+    linear_decay: tuple[str, str] = ("self_attn.f_a_proj", "self_attn.f_b_proj")
+    linear_gate: tuple[str, str] = ("self_attn.g_a_proj", "self_attn.g_b_proj")
+    linear_beta: str = "self_attn.b_proj"
+    head_axes: tuple[int, int] = (0, 0)  # axes of 1 ahead of and behind that of `linear_a_log`
     # Of layers of state spaces. One product makes the gate, what the convolution reads and steps.
     space_in: str = "mamba.in_proj"
     space_conv: str = "mamba.conv1d.weight"
@@ -181,6 +187,10 @@ class TensorNames:
             any(name.endswith(one) for name in found) for one in (*gates, *self.told_by)
         )
 
+    def have_dense(self, found: frozenset[str]) -> bool:
+        """Whether `found` has a feed-forward layer by these names."""
+        return any(name.endswith(f".{self.down[0]}.weight") for name in found)
+
     def have_experts(self, found: frozenset[str]) -> bool:
         """Whether `found` has experts by these names.
 
@@ -227,6 +237,7 @@ class Family:
         fitting = [one for one in fitting if one.first_norm in found] or fitting
         # What may have experts may have none, whose names would tell.
         fitting = [one for one in fitting if one.have_experts(found)] or fitting
+        fitting = [one for one in fitting if one.have_dense(found)] or fitting
         return next((one for one in fitting if one.head in found), fitting[0])
 
     @property

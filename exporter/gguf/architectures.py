@@ -379,6 +379,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "hy_v3": Architecture(mixtures.hy_v3),
     "internlm2": Architecture(_llama, neighbours=True),
     "jais2": Architecture(_jais2),
+    "kimi-linear": Architecture(states.kimi_linear),
     "laguna": Architecture(mixtures.laguna),
     "lfm2": Architecture(states.lfm2),
     "lfm2moe": Architecture(states.lfm2_moe),

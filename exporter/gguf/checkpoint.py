@@ -15,6 +15,7 @@ from onnxport.errors import CheckpointError
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.gguf import blocks, minima
 from onnxport.exporter.gguf.layouts import (
+    CONVS,
     CORRECTION,
     DECAYS,
     GATE_BIAS,
@@ -80,6 +81,9 @@ class GgufCheckpoint(Checkpoint):
                 self._tensors[name] = replace(tensor, shape=(1, *tensor.shape))
             if name.endswith(_VECTORS):
                 self._tensors[name] = replace(tensor, shape=(math.prod(tensor.shape),))
+            if name.endswith(CONVS):  # whose axes of 1 are there or not
+                sizes = (math.prod(tensor.shape[:-1]), tensor.shape[-1])
+                self._tensors[name] = replace(tensor, shape=sizes)
             if name.endswith(CORRECTION) and tensor.shape[:-1] == (1,):  # as ERNIE has it
                 self._tensors[name] = replace(tensor, shape=tensor.shape[1:])
         with_minima: set[str] = set()

@@ -133,6 +133,21 @@ _LATENTS: Final[Mapping[str, Any]] = {
     "latent_kv_norm": "attn_kv_a_norm.weight",
     "latent_apart": ("attn_k_b", "attn_v_b"),
 }
+_CONV: Final = "ssm_conv1d_{}.weight"
+CONVS: Final = tuple(map(_CONV.format, "qkv"))  # of Kimi Delta Attention
+_KIMI: Final[Mapping[str, Any]] = {
+    **_LATENTS,
+    "linear_in": LAYOUT.qkv,
+    "linear_conv_apart": CONVS,
+    "linear_a_log": DECAYS,
+    "linear_dt_bias": "ssm_dt.bias",
+    "linear_decay": ("ssm_f_a", "ssm_f_b"),
+    "linear_gate": ("ssm_g_a", "ssm_g_b"),
+    "linear_beta": "ssm_beta",
+    "linear_norm": SPACE_NORM,
+    "linear_o": LAYOUT.o,
+    "conv_axes": (),
+}
 # What is called otherwise in some architectures.
 _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "afmoe": {"attention_gate": GATE},
@@ -154,6 +169,7 @@ _OTHERS: Final[Mapping[str, Mapping[str, Any]]] = {
     "granite_swa": {"sinks": "attn_sinks.weight", "shared_gate_up": ("ffn_up_shexp",)},
     "granitehybrid": _SPACES,
     "hy_v3": {"correction": CORRECTION.removesuffix(".bias")},
+    "kimi-linear": _KIMI,
     "laguna": {"attention_gate": GATE},
     "lfm2": _CONVOLUTIONS,
     "lfm2moe": _CONVOLUTIONS,
@@ -179,4 +195,6 @@ def layout(architecture: str, *, joins_qkv: bool, has_second_norm: bool = False)
     names = replace(LAYOUT, **_OTHERS.get(architecture, {}))
     if has_second_norm:
         names = replace(names, input_norm=SECOND_NORM, post_norm=LAYOUT.input_norm)
+    if joins_qkv and names.linear_in == LAYOUT.qkv:
+        return replace(names, linear_in=(QKV,))
     return replace(names, qkv=(QKV,)) if joins_qkv and QKV not in names.linear_in else names

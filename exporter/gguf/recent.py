@@ -104,15 +104,17 @@ def _youtu(facts: Facts) -> Values:
 
 def latents(facts: Facts, model: str) -> Values:
     """What all share that have attention of latents; `model` is transformers' class."""
+    facts.metadata.expect(_KV_HEADS, 1)
+    facts.metadata.expect("attention.value_length", facts.count("attention.kv_lora_rank"))
+    return latents_in_some(facts, model)
+
+
+def latents_in_some(facts: Facts, model: str) -> Values:
+    """The same but for what is told of each layer, which may not have attention."""
     meta = facts.metadata
     heads, rank = facts.count("attention.head_count"), facts.count("attention.kv_lora_rank")
     rope_size = facts.count("rope.dimension_count")
-    for key, expected in (
-        (_KV_HEADS, 1),
-        ("attention.key_length", rank + rope_size),
-        ("attention.value_length", rank),
-    ):
-        meta.expect(key, expected)
+    meta.expect("attention.key_length", rank + rope_size)
     further = facts.further_layers()
     return {
         "architectures": [model],

@@ -17,6 +17,7 @@ from onnxport.exporter.gguf.common import (
 )
 from onnxport.exporter.gguf.facts import Facts
 from onnxport.exporter.gguf.layouts import CORRECTION, SPACE_NORM
+from onnxport.exporter.gguf.recent import experts_beside_shared, latents_in_some
 
 _EVERY: Final = 4  # layers, of which the last one has attention, where a file does not say it
 _FULL: Final = "full_attention"
@@ -112,6 +113,37 @@ def _delta_nets(facts: Facts, model: str, size: int | None = None) -> Values:
         "linear_value_head_dim": _head_size(facts),
         "num_hidden_layers": layers,
     }
+
+
+def kimi_linear(facts: Facts) -> Values:
+    """Kimi Linear: layers without heads of keys are delta nets, and nothing rotates.
+
+    Experts' weights add up to 1, and norms of latents have the epsilon of others, which llama.cpp
+    knows.
+    """
+    meta = facts.metadata
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect("expert_weights_norm", True)
+    meta.ignore("attention.value_length")  # head_dim of its config.json, which nothing reads
+    values = latents_in_some(facts, "KimiLinearForCausalLM")
+    del values["rope_parameters"]
+    layers = values["num_hidden_layers"]
+    attention = facts.by_layer(_KV_HEADS, layers)
+    size = facts.count("kda.head_dim")
+    return (
+        values
+        | experts_beside_shared(facts)
+        | {
+            "layer_types": [_FULL if one else "linear_attention" for one in attention],
+            "linear_num_heads": values["num_attention_heads"],
+            "linear_head_dim": size,
+            "linear_conv_kernel_dim": meta.require("ssm.conv_kernel", int),
+            "n_group": facts.count("expert_group_count", 1),
+            "topk_group": facts.count("expert_group_used_count", 1),
+            "norm_topk_prob": True,
+            "latent_norm_eps": values["rms_norm_eps"],
+        }
+    )
 
 
 def granite_hybrid(facts: Facts) -> Values:

@@ -11,7 +11,8 @@ as columns, C tokens, and decays g <= 0, of which only sums are ever exponents:
     output  = exp(G) S Q + U (D * K^T Q)
     S'      = exp(G[C]) S + U D[:, C] K^T
 
-Without the delta rule, as state spaces have it, U is V.
+Without the delta rule, as state spaces have it, U is V. Where each channel of a key has a decay, D
+and exp(G) are in keys and queries: see `chunk_decays`.
 
 The inverse grows by doubling: where W is that of the blocks of s tokens on the diagonal, and A_s
 what A has of one such block for the next one, W - W A_s W is that of blocks of 2 s. The product of
@@ -36,6 +37,12 @@ from onnxport.errors import ArtifactError
 from onnxport.graphs import contract, ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.linear_nodes import DeltaNetNode
+from onnxport.graphs.passes.chunk_decays import (
+    ChannelDecays,
+    ChannelPatterns,
+    HeadDecays,
+    channel_sums,
+)
 from onnxport.graphs.passes.decompose_linear import LinearRewriter, rewrite_linear
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.passes.result import PassResult
@@ -86,40 +93,43 @@ class _ChunkRewriter(LinearRewriter):
         query = plan.columns(g, self._shared(query, heads, [heads, key_size]))
         key = g.node("Gather", [self._shared(key, heads, [heads, key_size]), plan.tokens], axis=0)
         value = plan.columns(g, ops.reshape(g, value, [-1, heads, value_size]))
-        decay = plan.numbers(g, self._log_decay(node))
         keys = g.node("Transpose", [key], perm=[0, 2, 1, 3])  # [batch, heads, C, key_size]
         key = g.node("Transpose", [key], perm=[0, 2, 3, 1])
 
-        within = plan.decays(g, decay)
-        until = g.node("Exp", [g.node("MatMul", [decay, plan.upto])])  # [batch, heads, 1, C]
+        decays = self._decays(plan, node, heads)
         if node.has_delta_rule:
             beta = g.node("Sigmoid", [node.beta]) if node.has_sigmoid else node.beta
             beta = plan.numbers(g, beta)
-            alike = g.node("Mul", [g.node("MatMul", [keys, key]), within])
+            alike = decays.products(keys, key)
             inverse = plan.inverse(g, g.node("Mul", [alike, beta]))
-            known = g.node("Mul", [g.node("MatMul", [node.state, key]), until])
+            known = decays.found(node.state, key)
             new = g.node("Mul", [g.node("Sub", [value, known]), beta])
             added = g.node("MatMul", [new, inverse])  # [batch, heads, value_size, C]
         else:
             added = plan.of_own(g, value)
 
-        before = g.node("Mul", [g.node("MatMul", [node.state, query]), until])
-        seen = g.node("Mul", [g.node("MatMul", [keys, query]), within])
+        before, seen = decays.found(node.state, query), decays.products(keys, query)
         output = g.node("Add", [before, g.node("MatMul", [added, seen])])
         output = g.node("Transpose", [output], perm=[0, 3, 1, 2])
         output = ops.reshape(g, output, [-1, heads, value_size])
         output = g.node("Gather", [output, plan.rows], axis=0)
         self._return(output, node.query, node.output)
 
-        kept = g.node("Mul", [node.state, self._last(until)])
-        rest = g.node("Transpose", [self._last(within)], perm=[0, 1, 3, 2])  # [batch, heads, 1, C]
-        change = g.node("MatMul", [g.node("Mul", [added, rest]), keys])
+        kept, change = decays.left(node.state), decays.change(added, keys)
         g.node("Add", [kept, change], outputs=[node.final_state])
 
-    def _last(self, x: str) -> str:
-        """What is of a row's last token, along the last axis."""
-        bounds = [self._ints([-1]), self._ints([2**31]), self._ints([-1])]
-        return self._g.node("Slice", [x, *bounds])
+    def _decays(
+        self, plan: _ChunkPlan, node: DeltaNetNode, heads: int
+    ) -> HeadDecays | ChannelDecays:
+        g, logs = self._g, self._log_decay(node, heads)
+        if node.has_channels:
+            with g.scope(SCOPE, root=True):
+                patterns = plan.channel_patterns(g)
+            rows = g.node("Transpose", [plan.columns(g, logs)], perm=[0, 1, 3, 2])
+            return ChannelDecays.of(g, patterns, plan.of_own_rows(g, rows))
+        decay = plan.numbers(g, logs)
+        within = plan.decays(g, decay)
+        return HeadDecays(g, within, g.node("Exp", [g.node("MatMul", [decay, plan.upto])]))
 
     def _chunk_plan(self, node: DeltaNetNode) -> _ChunkPlan:
         if node.lengths not in self._chunks:
@@ -200,6 +210,25 @@ class _ChunkPlan:
             g.node("Gather", [cut, number(which)], axis=0) for which in range(len(_patterns()))
         )
         self._sees = ops.cast(g, self.upto, TensorProto.BOOL)
+        self._both = both
+        self._channels: ChannelPatterns | None = None
+
+    def channel_patterns(self, g: GraphBuilder) -> ChannelPatterns:
+        """What layers share whose channels have decays."""
+        if self._channels is None:
+            start = g.constant(np.array([0, 0], np.int64), "ints")
+            axes = g.constant(np.array([2, 3], np.int64), "ints")
+            every = g.constant(channel_sums(CHUNK_TOKENS), "sums")
+            cut = g.node("Slice", [every, start, self._both, axes])
+            upto, behind = (
+                g.node("Gather", [cut, g.constant(np.array(which, np.int64), "int")], axis=0)
+                for which in range(2)
+            )
+            first = g.constant(np.array([0], np.int64), "ints")
+            levels = [g.node("Unsqueeze", [level, first]) for level in self._levels]
+            pairs = g.node("Concat", levels, axis=0)
+            self._channels = ChannelPatterns(upto, behind, pairs, self._same)
+        return self._channels
 
     def columns(self, g: GraphBuilder, x: str) -> str:
         """[num_tokens, heads, size] as [batch, heads, size, C]."""
@@ -214,6 +243,10 @@ class _ChunkPlan:
     def of_own(self, g: GraphBuilder, x: str) -> str:
         """[batch, heads, …, C] with 0 behind the end of a row."""
         return g.node("Mul", [x, self._own])
+
+    def of_own_rows(self, g: GraphBuilder, x: str) -> str:
+        """[batch, heads, C, …] with 0 behind the end of a row."""
+        return g.node("Mul", [x, g.node("Transpose", [self._own], perm=[0, 1, 3, 2])])
 
     def decays(self, g: GraphBuilder, decay: str) -> str:
         """D of what `numbers` gave, [batch, heads, C, C]: of sums, for differences lose bits."""

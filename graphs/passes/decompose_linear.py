@@ -135,12 +135,12 @@ class LinearRewriter:
         if node.is_normalized:
             query, key = self._normalized(query), self._normalized(key)
         query = g.node("Mul", [query, self._scalar(node.scale or key_size**-0.5)])
-        decay = g.node("Exp", [self._log_decay(node)])
+        decay = g.node("Exp", [self._log_decay(node, heads)])
         columns = {
             "query": self._shared(query, heads, [heads, key_size, 1]),
             "key": self._shared(key, heads, [heads, key_size, 1]),
             "value": ops.reshape(g, value, [-1, heads, value_size, 1]),
-            "decay": ops.reshape(g, decay, [-1, heads, 1, 1]),
+            "decay": ops.reshape(g, decay, [-1, heads, 1, key_size if node.has_channels else 1]),
         }
         if node.has_delta_rule:
             beta = g.node("Sigmoid", [node.beta]) if node.has_sigmoid else node.beta
@@ -193,12 +193,15 @@ class LinearRewriter:
         length = g.node("Sqrt", [g.node("Add", [square, self._scalar(LENGTH_EPSILON)])])
         return g.node("Div", [x, length])
 
-    def _log_decay(self, node: DeltaNetNode) -> str:
+    def _log_decay(self, node: DeltaNetNode, heads: int) -> str:
+        """[num_tokens, heads], or of channels [num_tokens, heads, key_size]."""
+        g, shape = self._g, [-1, heads, self._state_sizes(node)[2]]
         if not node.has_qwen_gate:
-            return node.decay
-        g = self._g
+            return ops.reshape(g, node.decay, shape) if node.has_channels else node.decay
         raw = g.node("Softplus", [g.node("Add", [node.decay, node.dt_bias])])
         rate = g.node("Neg", [g.node("Exp", [node.a_log])])
+        if node.has_channels:
+            raw, rate = ops.reshape(g, raw, shape), ops.reshape(g, rate, [heads, 1])
         return g.node("Mul", [raw, rate])
 
     def _shared(self, x: str, heads: int, shape: Sequence[int]) -> str:

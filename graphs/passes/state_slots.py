@@ -22,6 +22,7 @@ from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import attribute_int, consumers, initializers, producers
 from onnxport.graphs.linear_nodes import (
+    CHANNEL_DECAY,
     DELTA_NET,
     CausalConvNode,
     DeltaNetNode,
@@ -226,5 +227,6 @@ def _fused(
         steps=int(steps is not None),
         scale=node.scale or 0.0,
         qk_l2_norm=int(node.is_normalized),
+        **({CHANNEL_DECAY: 1} if node.has_channels else {}),
         beta_activation="sigmoid" if node.has_sigmoid else "none",
     )

@@ -38,6 +38,7 @@ LATENT: Final = (
     ("deepseek-v2-lite", "int4"),
     ("deepseek-v3", "fp16"),
     ("glm4-moe-lite", "fp32"),
+    ("kimi-linear", "int4"),  # beside layers with a state
     ("minicpm3", "int8"),
 )
 # Layers that differ in their heads or share keys and values.
@@ -120,9 +121,8 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
         from tests.exporter import checkpoints
 
         checkpoint = path.with_name("checkpoint")
-        checkpoints.make(
-            {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.SHORT_CONV}[case], checkpoint
-        )
+        known = {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.KIMI}
+        checkpoints.make({**known, **checkpoints.SHORT_CONV}[case], checkpoint)
         if precision == AWQ:
             from tests.exporter import integers
 

@@ -1573,6 +1573,45 @@ HYBRID: Mapping[str, Case] = {
         },
     ),
 }
+_KIMI: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "linear_num_heads": 3,
+    "linear_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 0.05,  # so that each norm's tells
+    "pad_token_id": 0,
+}
+# Decays of each channel, and attention of latents.
+KIMI: Mapping[str, Case] = {
+    "kimi-linear": Case(
+        "kimi_linear",
+        {**_KIMI, "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR]},
+        torch.bfloat16,
+    ),
+    "kimi-linear-groups": Case(  # the queries of latents, too; a layer with attention is the last
+        "kimi_linear",
+        {
+            **_KIMI,
+            "num_hidden_layers": 3,
+            "layer_types": [_FULL, _LINEAR, _FULL],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "q_lora_rank": 24,
+            "linear_conv_kernel_dim": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+}
 _SPACES: Mapping[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 2,

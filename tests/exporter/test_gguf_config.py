@@ -175,6 +175,18 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "leading_dense_block_count": 1,
     },
     "gpt-oss": {"attention.sliding_window": 8},
+    "kimi-linear": {
+        **LATENTS,
+        "attention.head_count_kv": [0, 1],
+        "attention.value_length": 16,  # which is of nothing there
+        "expert_gating_func": 2,
+        "expert_feed_forward_length": 32,
+        "expert_shared_count": 1,
+        "expert_weights_scale": 2.5,
+        "kda.head_dim": 16,
+        "leading_dense_block_count": 1,
+        "ssm.conv_kernel": 4,
+    },
     "qwen2moe": {"expert_feed_forward_length": 32},
     "qwen3moe": {"expert_feed_forward_length": 32},
 }
@@ -182,7 +194,7 @@ WITH_EXPERTS = (
     *("dots1", "glm4moe", "gpt-oss", "granitemoe", "olmoe", "qwen2moe", "qwen3moe"),
     *("afmoe", "deepseek2", "exaone-moe", "hunyuan-moe", "lfm2moe", "minimax-m2", "qwen35moe"),
     *("ernie4_5-moe", "nemotron_h_moe", "qwen3next"),
-    *("bailingmoe2", "cohere2moe", "hy_v3", "laguna", "mellum", "mimo2", "mistral4"),
+    *("bailingmoe2", "cohere2moe", "hy_v3", "kimi-linear", "laguna", "mellum", "mimo2", "mistral4"),
 )
 # Tensors whose sizes are read.
 SHAPES: Mapping[str, Mapping[str, tuple[int, ...]]] = {

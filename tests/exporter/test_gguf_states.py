@@ -9,7 +9,7 @@ import pytest
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.graphs.altup_spec import AltUpSpec
-from onnxport.graphs.linear_spec import StateSpaceSpec
+from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from tests.exporter.test_gguf_config import facts, spec
 
 MULTIPLIER = {"embedding_scale": 12.0}
@@ -64,6 +64,26 @@ def test_blocks_of_nemotron_h() -> None:
     assert (further.experts.layers, further.experts.size) == ((False, True), 32)
     with pytest.raises(UnsupportedModelError, match="moe_latent_size is 16"):
         spec(facts("nemotron_h_moe", moe_latent_size=16))
+
+
+def test_kimi_linear() -> None:
+    """Layers with heads of keys have attention; norms of latents have llama.cpp's epsilon."""
+    read = spec(facts("kimi-linear", attention__layer_norm_rms_epsilon=1e-5))
+    assert isinstance(read.linear, LinearAttentionSpec)
+    assert (read.linear.layers, read.linear.gate_rank) == ((True, False), 16)
+    assert (read.linear.value_heads, read.linear.value_size) == (4, 16)
+    assert (read.cached_layers, read.ropes) == ((1,), ())
+    assert read.inner_eps == read.rms_norm_eps == pytest.approx(1e-5)
+    assert read.experts is not None
+    assert (read.experts.scale, read.experts.normalized) == (2.5, True)
+    for keys, message in (
+        ({"expert_gating_func": 1}, "expert_gating_func is 1"),
+        ({"expert_weights_norm": False}, "expert_weights_norm is False"),
+        ({"attention__key_length": 40}, "key_length is 40"),
+        ({"attention__head_count_kv": [0, 0]}, "all of the 2 layers are 'linear_attention'"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            spec(facts("kimi-linear", **keys))
 
 
 def test_layers_of_qwen3_next_as_a_list_tells() -> None:

@@ -54,6 +54,7 @@ def linear_model(case: Case, dtype: int = TensorProto.FLOAT, **attributes: Any) 
         given = {"qk_l2_norm": int(case.is_normalized), "update_rule": "gated_delta"}
         given |= {} if case.beta is not None else {"update_rule": "gated"}
         given |= {"gate_activation": "qwen"} if gate[0] else {}
+        given |= {"channel_decay": 1} if case.has_channels else {}
         given |= {"beta_activation": "sigmoid"} if case.has_sigmoid else {}
         given |= {} if case.scale is None else {"scale": case.scale}
     outputs = [g.output("y", dtype, None), "states"]

@@ -23,6 +23,7 @@ CASES = [
     for case in (linear_cases.random_conv, linear_cases.random_delta)
 ]
 DELTA = linear_cases.make_delta(2, (2, 4), (16, 6), (CHUNK_TOKENS, 33, 1))
+CHANNELS = linear_cases.make_channels(2, (2, 4), (16, 6), (CHUNK_TOKENS, 33, 1))
 BOUNDS = {
     c.ATTENTION_METADATA: helper.make_tensor_value_info(
         c.ATTENTION_METADATA, TensorProto.INT32, [3]
@@ -70,13 +71,28 @@ def test_standard_operators(case: Case, bound: str) -> None:
     linear_cases.check(case, run(result.model, case))
 
 
-def test_rows_of_all_lengths() -> None:
+@pytest.mark.parametrize("case", [DELTA, CHANNELS], ids=["heads", "channels"])
+def test_rows_of_all_lengths(case: DeltaCase) -> None:
     """A row is as right beside longer ones, and where C is more than any has."""
-    model = chunk_linear(bounded_model(DELTA, c.QUERY_TILE)).model
-    linear_cases.check(DELTA, run(model, DELTA))
-    short = linear_cases.make_delta(3, (2, 4), (16, 6), (7, 1))
+    model = chunk_linear(bounded_model(case, c.QUERY_TILE)).model
+    linear_cases.check(case, run(model, case))
+    make = linear_cases.make_channels if case.has_channels else linear_cases.make_delta
+    short = make(3, (2, 4), (16, 6), (7, 1))
     for longest in (7, 8, 13, CHUNK_TOKENS):
         linear_cases.check(short, run(model, short, longest))
+
+
+def test_channels_that_forget_at_once_beside_others() -> None:
+    """Sums of decays of some channels are of thousands, whose exponentials are no floats."""
+    decay = -np.abs(CHANNELS.decay)
+    decay[:, ::3] *= 1000
+    decay[:, 1::3] = 0
+    plain = {"a_log": None, "dt_bias": None}
+    case = CHANNELS.replace(decay=decay, **plain)
+    for bound in BOUNDS:
+        found = run(chunk_linear(bounded_model(case, bound)).model, case)
+        linear_cases.check(case, found)
+        assert all(np.isfinite(part).all() for part in found)
 
 
 def alike(keep: float, fresh: float) -> DeltaCase:
@@ -117,16 +133,17 @@ def test_other_graphs_stay_as_they_are() -> None:
     assert result.model.SerializeToString() == model.SerializeToString()
 
 
-def test_layers_share_what_does_not_depend_on_them() -> None:
+@pytest.mark.parametrize("case", [DELTA, CHANNELS], ids=["heads", "channels"])
+def test_layers_share_what_does_not_depend_on_them(case: DeltaCase) -> None:
     """Of a second layer there are no more ranges, and no patterns."""
-    model = bounded_model(DELTA, c.ATTENTION_METADATA)
+    model = bounded_model(case, c.ATTENTION_METADATA)
     (one,) = [node for node in model.graph.node if node.op_type == "GatedDeltaNet"]
     again = onnx.NodeProto()
     again.CopyFrom(one)
     again.name, again.output[:] = "again", ["y2", "states2"]
     model.graph.node.append(again)
     found = chunk_linear(model).model
-    alone = chunk_linear(bounded_model(DELTA, c.ATTENTION_METADATA)).model
+    alone = chunk_linear(bounded_model(case, c.ATTENTION_METADATA)).model
     assert op_types(found).count("Range") == op_types(alone).count("Range") == 2
     assert len(found.graph.initializer) == len(alone.graph.initializer)
 
@@ -151,4 +168,14 @@ def test_what_the_reference_refuses_is_refused() -> None:
     model.graph.input.append(BOUNDS[c.QUERY_TILE])
     for fire in (decompose_linear, chunk_linear):
         with pytest.raises(ArtifactError, match="update_rule 'delta'"):
+            fire(model)
+
+
+def test_channels_without_the_delta_rule_are_refused() -> None:
+    gated = linear_cases.make_gated(2, (2, 4), (16, 6), (3, 1))
+    model = bounded_model(gated, c.QUERY_TILE)
+    (node,) = [node for node in model.graph.node if node.op_type == "GatedDeltaNet"]
+    node.attribute.append(helper.make_attribute("channel_decay", 1))
+    for fire in (decompose_linear, chunk_linear):
+        with pytest.raises(ArtifactError, match="'gated' and channel_decay, which is understood"):
             fire(model)

@@ -78,16 +78,17 @@ class DeltaCase:
     query: Floats  # [num_tokens, key_heads, key_size]
     key: Floats  # likewise
     value: Floats  # [num_tokens, value_heads, value_size]
-    decay: Floats  # [num_tokens, value_heads]
-    beta: Floats | None  # likewise; None: without the delta rule
+    decay: Floats  # [num_tokens, value_heads], or of channels [num_tokens, value_heads * key_size]
+    beta: Floats | None  # [num_tokens, value_heads]; None: without the delta rule
     pool: Floats  # [SLOTS, value_heads, value_size, key_size]
     a_log: Floats | None = None  # [value_heads]
-    dt_bias: Floats | None = None  # with it
+    dt_bias: Floats | None = None  # with it; of decay's width
     scale: float | None = None
     is_normalized: bool = True
     has_sigmoid: bool = True
     is_packed: bool = True
     has_steps: bool = False  # values are times the softplus of decays
+    has_channels: bool = False  # each channel of a key has a decay
 
     def replace(self, **changes: object) -> DeltaCase:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -188,6 +189,19 @@ def make_steps(
     return case.replace(**gate, decay=-case.decay, has_steps=True)
 
 
+def make_channels(
+    seed: int, heads: tuple[int, int], sizes: tuple[int, int], lengths: Sequence[int]
+) -> DeltaCase:
+    """A layer of Kimi Delta Attention: each channel of a key has a decay."""
+    case, rng = make_delta(seed, heads, sizes, lengths), np.random.default_rng(seed + 1000)
+    width = heads[1] * sizes[0]
+    return case.replace(
+        decay=rng.standard_normal((sum(lengths), width)).astype(np.float32),
+        dt_bias=rng.standard_normal(width).astype(np.float32),
+        has_channels=True,
+    )
+
+
 def random_conv(seed: int) -> ConvCase:
     rng = np.random.default_rng(seed)
     lengths = LENGTHS[seed % len(LENGTHS)]
@@ -206,6 +220,9 @@ def random_delta(seed: int) -> DeltaCase:
     if seed % 8 == 6:
         case = make_steps(seed, heads, sizes, LENGTHS[seed % len(LENGTHS)])
         return case.replace(has_steps=bool(seed % 3))
+    if seed % 5 == 1:
+        made = make_channels(seed, heads, sizes, LENGTHS[seed % len(LENGTHS)])
+        case = made.replace(is_packed=case.is_packed, scale=case.scale)
     if seed % 4 == 3:
         plain = {"decay": -np.abs(case.decay), "beta": np.abs(case.beta) / 4}
         case = case.replace(**plain, a_log=None, dt_bias=None, has_sigmoid=False)
@@ -243,11 +260,13 @@ def _delta_net(case: DeltaCase) -> tuple[Wide, Wide]:
         query, key = (x / np.sqrt((x * x).sum(-1, keepdims=True) + EPSILON) for x in (query, key))
     query = query * (case.scale or query.shape[2] ** -0.5)
     query, key = (np.repeat(x, shared, axis=1) for x in (query, key))
-    log = case.decay.astype(np.float64)
-    steps = np.ones_like(log)
-    if case.a_log is not None:
-        steps = np.logaddexp(0, log + case.dt_bias) if case.has_steps else steps
-        log = -np.exp(case.a_log.astype(np.float64)) * np.logaddexp(0, log + case.dt_bias)
+    width = query.shape[2] if case.has_channels else 1
+    log = case.decay.astype(np.float64).reshape(tokens, heads, width)
+    steps = np.ones((tokens, heads))
+    if case.a_log is not None and case.dt_bias is not None:
+        raw = np.logaddexp(0, log + case.dt_bias.reshape(heads, width))
+        steps = raw[..., 0] if case.has_steps else steps
+        log = -np.exp(case.a_log.astype(np.float64))[:, None] * raw
     beta = None if case.beta is None else case.beta.astype(np.float64)
     beta = _sigmoid(beta) if case.has_sigmoid and beta is not None else beta
     pool, output = case.pool.astype(np.float64), np.zeros((tokens, heads, size))
@@ -255,7 +274,7 @@ def _delta_net(case: DeltaCase) -> tuple[Wide, Wide]:
     for row, (read, write) in enumerate(zip(slots.reads, slots.writes, strict=True)):
         state = case.pool[read].astype(np.float64)
         for token in range(ends[row], ends[row + 1]):
-            state = state * np.exp(log[token])[:, None, None]
+            state = state * np.exp(log[token])[:, None]
             change = case.value[token] * steps[token][:, None]
             if beta is not None:
                 known = np.einsum("hvk,hk->hv", state, key[token])
@@ -299,6 +318,7 @@ def model(case: Case, **attributes: Any) -> bytes:
         values = {"qk_l2_norm": int(case.is_normalized)}
         values["update_rule"] = "gated" if case.beta is None else "gated_delta"
         values |= {"steps": 1} if case.has_steps else {}
+        values |= {"channel_decay": 1} if case.has_channels else {}
         values["beta_activation"] = "sigmoid" if case.has_sigmoid else "none"
         if case.scale is not None:
             values["scale"] = case.scale
@@ -376,9 +396,9 @@ def _serialize(case: Case) -> bytes:
         tokens, heads, size = case.value.shape
         key_heads, key_size = case.key.shape[1:]
         flags = (case.is_normalized, case.has_sigmoid, case.a_log is not None)
-        flags = (*flags, case.beta is not None, case.has_steps)
+        flags = (*flags, case.beta is not None, case.has_steps, case.has_channels)
         sizes = (1, len(slots.reads), tokens, key_heads, heads, key_size, size, *flags)
-        head = struct.pack("12qf", *sizes, case.scale or key_size**-0.5)
+        head = struct.pack("13qf", *sizes, case.scale or key_size**-0.5)
         arrays += [case.query, case.key, case.value, case.decay, case.beta]
         arrays += [case.a_log, case.dt_bias]
     content = [np.ascontiguousarray(array).tobytes() for array in arrays if array is not None]

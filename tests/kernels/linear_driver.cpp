@@ -60,7 +60,7 @@ void run_conv() {
 }
 
 void run_delta() {
-  const std::vector<int64_t> sizes = read_array<int64_t>(11);
+  const std::vector<int64_t> sizes = read_array<int64_t>(12);
   const float scale = read_array<float>(1)[0];
   const int64_t tokens = sizes[1];
   onnxport::DeltaNet net{};
@@ -72,16 +72,18 @@ void run_delta() {
   net.has_sigmoid = sizes[7] != 0;
   net.has_delta_rule = sizes[9] != 0;
   net.has_steps = sizes[10] != 0;
+  net.has_channels = sizes[11] != 0;
   net.scale = scale;
   const int64_t keys = net.key_heads * net.key_size, values = net.value_heads * net.value_size;
   States states(sizes[0], values * net.key_size);
   const auto query = read_array<float>(tokens * keys);
   const auto key = read_array<float>(tokens * keys);
   const auto value = read_array<float>(tokens * values);
-  const auto decay = read_array<float>(tokens * net.value_heads);
+  const int64_t decays = net.value_heads * (net.has_channels ? net.key_size : 1);
+  const auto decay = read_array<float>(tokens * decays);
   const auto beta = read_array<float>(sizes[9] ? tokens * net.value_heads : 0);
   const auto a_log = read_array<float>(sizes[8] ? net.value_heads : 0);
-  const auto dt_bias = read_array<float>(sizes[8] ? net.value_heads : 0);
+  const auto dt_bias = read_array<float>(sizes[8] ? decays : 0);
   std::vector<float> output(value.size());
   net.slots = states.slots(tokens);
   net.query_stride = net.key_stride = keys;

@@ -66,11 +66,16 @@ def parts_of(case: Case) -> list[tuple[list[tuple[int, int]], list[int]]]:
         linear_cases.make_conv(4, 70, 4, WHOLE),
         linear_cases.make_delta(4, (2, 4), (128, 35), WHOLE),
         linear_cases.make_delta(5, (1, 2), (37, 9), WHOLE),
+        linear_cases.make_channels(4, (2, 4), (128, 35), WHOLE),
+        linear_cases.make_channels(5, (1, 2), (37, 9), WHOLE),
         linear_cases.make_gated(4, (2, 4), (128, 35), WHOLE),
         linear_cases.make_gated(5, (1, 2), (37, 9), WHOLE),
         linear_cases.make_steps(6, (1, 2), (16, 12), WHOLE),
     ],
-    ids=["convolution", "delta", "delta of odd sizes", "gated", "gated of odd sizes", "steps"],
+    ids=[
+        *("convolution", "delta", "delta of odd sizes", "channels", "channels of odd sizes"),
+        *("gated", "gated of odd sizes", "steps"),
+    ],
 )
 def test_a_sequence_has_the_same_bits_however_it_is_computed(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], case: Case
@@ -208,6 +213,10 @@ def test_convolutions_that_are_refused(
         ({"update_rule": "delta"}, "update_rule must be gated_delta or gated, found delta"),
         ({"steps": 1}, "steps do not go with the update_rule gated_delta"),
         ({"beta_activation": "tanh"}, "beta_activation must be none or sigmoid, found tanh"),
+        (
+            {"update_rule": "gated", "channel_decay": 1},
+            "channel_decay goes with the update_rule gated_delta alone",
+        ),
     ],
 )
 def test_delta_nets_that_are_refused(
@@ -246,6 +255,25 @@ def test_sizes_that_do_not_fit_are_refused(
     feeds = {**case.feeds(), "pool": case.pool}
     if changes.get("pool", ())[-1:] == (257,):
         feeds["query"] = np.zeros((8, 2 * 2 * 257 + 28), np.float32)
+    feeds |= {name: np.zeros(shape, np.float32) for name, shape in changes.items()}
+    with pytest.raises(Exception, match=message):
+        session.run(["y"], feeds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decay": (8, 4)}, r"decay must have the shape \(8, 80\), found \(8, 4\)"),
+        ({"dt_bias": (4,)}, r"dt_bias must have the shape \(80\), found \(4\)"),
+        ({"a_log": (80,)}, r"a_log must have the shape \(4\), found \(80\)"),
+    ],
+)
+def test_channels_have_a_decay_each(
+    library_path: Path, changes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    case = linear_cases.make_channels(2, (2, 4), (20, 7), (3, 1, 4))
+    session = matmul_cases.session(library_path, linear_cases.model(case))
+    feeds = {**case.feeds(), "pool": case.pool}
     feeds |= {name: np.zeros(shape, np.float32) for name, shape in changes.items()}
     with pytest.raises(Exception, match=message):
         session.run(["y"], feeds)
@@ -304,6 +332,7 @@ def check_standalone(command: list[str], isa: str) -> None:
     for case in (
         linear_cases.make_conv(4, 70, 4, WHOLE),
         linear_cases.make_delta(4, (2, 4), (128, 35), WHOLE),
+        linear_cases.make_channels(4, (2, 4), (128, 35), WHOLE),
         linear_cases.make_gated(4, (2, 4), (128, 35), WHOLE),
     ):
         ((whole, pool),) = linear_cases.run_standalone(command, isa, [case])

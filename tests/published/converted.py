@@ -34,6 +34,7 @@ _OF_QWEN = {
 ALL: Mapping[str, checkpoints.Case] = {
     **checkpoints.CASES,
     **checkpoints.HYBRID,
+    **checkpoints.KIMI,
     **checkpoints.SPACES,
     **checkpoints.SHORT_CONV,
     **checkpoints.UNGATED_EXPERTS,
@@ -56,6 +57,7 @@ class Model:
             one; None: the checkpoint has no such layer.
         options: Of the converter.
         context_length: Of the export.
+        names: Parts of tensors' names, and what published checkpoints have for them.
     """
 
     case: str
@@ -65,6 +67,7 @@ class Model:
     further: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     context_length: int = CONTEXT
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_further_layer(folder: Path, prefix: str) -> None:
@@ -90,6 +93,17 @@ def add_further_layer(folder: Path, prefix: str) -> None:
     save_file(tensors | copied, path)
 
 
+def rename(folder: Path, names: Mapping[str, str]) -> None:
+    """Give tensors of a checkpoint other names: parts of them become others."""
+    path = folder / "model.safetensors"
+    renamed = {}
+    for name, one in load_file(path).items():
+        for part, other in names.items():
+            name = name.replace(part, other)
+        renamed[name] = one
+    save_file(renamed, path)
+
+
 def _prefix(name: str) -> str:
     found = _LAYER.match(name)
     assert found is not None, name
@@ -108,6 +122,8 @@ def check(model: Model, folder: Path) -> None:
     if model.without:
         unknown = {"model_type": "unknown", **dict.fromkeys(model.without)}
         checkpoints.edit_config(folder / "checkpoint", **unknown)
+    if model.names:
+        rename(folder / "checkpoint", model.names)
     if model.further is not None:
         add_further_layer(folder / "checkpoint", model.further)
     path = convert(

@@ -23,6 +23,18 @@ OF_EXPERTS = (
     *("layers_block_type", "num_experts_per_tok", "n_routed_experts", "n_group", "topk_group"),
 )
 MTP = "mtp.layers.0."
+# As many heads of states as of attention, and one epsilon of all norms, as llama.cpp has them.
+KIMI: Mapping[str, Any] = {"linear_num_heads": 4, "rms_norm_eps": 1e-6}
+OF_KIMI: Mapping[str, Any] = {
+    "linear_attn_config": {
+        **{"full_attn_layers": [3], "kda_layers": [1, 2, 4], "num_heads": 4},
+        **{"head_dim": 16, "short_conv_kernel_size": 4},
+    },
+    **{"first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid"},
+}
+DENSE = {  # which transformers writes as if they had experts
+    f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")
+}
 GRANITE: Mapping[str, Any] = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
 MODELS: Mapping[str, Model] = {
     "granite-4": Model("granite-4", WIDE, GRANITE),
@@ -43,6 +55,10 @@ MODELS: Mapping[str, Model] = {
     "falcon-h1": Model("falcon-h1", {"head_dim": 16}),
     "falcon-h1-norm": Model(  # multipliers of both ends of a tied model would be in one table
         "falcon-h1-norm", {"mamba_d_ssm": 128, "tie_word_embeddings": False}
+    ),
+    "kimi-linear": Model("kimi-linear", KIMI, OF_KIMI, names=DENSE),
+    "kimi-linear-fused": Model(
+        "kimi-linear", KIMI, OF_KIMI, names=DENSE, options={"fuse_qkv": True}
     ),
     "lfm2": Model("lfm2", HEADS),
     "lfm2-moe": Model("lfm2-moe", {**HEADS, "routed_scaling_factor": 1.0}),

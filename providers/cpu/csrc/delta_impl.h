@@ -24,6 +24,10 @@ constexpr int kStateRows = Vec::kWidth == 16 ? 8 : 4;
 constexpr int64_t kStreamedTokens = 8;
 constexpr float kLengthEpsilon = 1e-6f;
 
+// How a state changes: by what a token adds, by the delta rule, or by that with a decay of each
+// channel of a key.
+enum class Rule { kGated, kDelta, kChannels };
+
 // A vector with zeros behind it, up to the padded size.
 static void copy_padded(const float* from, int64_t size, float* to) {
   memcpy(to, from, static_cast<size_t>(size) * sizeof(float));
@@ -33,6 +37,16 @@ static void copy_padded(const float* from, int64_t size, float* to) {
 static void scale(float* x, int64_t padded_size, float factor) {
   for (int64_t i = 0; i < padded_size; i += Vec::kWidth)
     Vec::store(x + i, Vec::mul(Vec::load(x + i), Vec::set1(factor)));
+}
+
+// a * b + c, in one step wherever the processor has it: of two products that are added compilers
+// choose one to fuse, and another one for other numbers of rows.
+static inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
 }
 
 static float product_of(const float* a, const float* b, int64_t padded_size) {
@@ -67,22 +81,30 @@ static void prepare_delta(const DeltaNet& net, const DeltaTokens& tokens, int64_
 // One way through some rows of a state: changes them by one token, and multiplies what they are
 // then with the next one's key and query, so that they come from memory once and go there once.
 // Either may be left out. What is done to a number, and the order of sums, is the same all the
-// same.
-template <int kRows, bool kUpdates, bool kSums>
-static inline void pass(const float* from, float* to, int64_t stride, int64_t size, float decay,
-                        const float* key, const float* deltas, const float* next_key,
-                        const float* next_query, float* sums) {
+// same. Where channels have decays, the next token's are in what is multiplied: its key finds what
+// they leave of a state.
+template <int kRows, bool kChannels, bool kUpdates, bool kSums>
+static inline void pass(const float* from, float* to, int64_t stride, int64_t size,
+                        const float* decay, const float* key, const float* deltas,
+                        const float* next_decay, const float* next_key, const float* next_query,
+                        float* sums) {
   Vec::T change[kRows], of_key[kRows], of_query[kRows];
-  const Vec::T keep = Vec::set1(decay);
+  const Vec::T whole = Vec::set1(kUpdates && !kChannels ? *decay : 0.f);
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
     change[r] = Vec::set1(kUpdates ? deltas[r] : 0.f);
     of_key[r] = of_query[r] = Vec::set1(0.f);
   }
   for (int64_t i = 0; i < size; i += Vec::kWidth) {
+    const Vec::T keep = kUpdates && kChannels ? Vec::load(decay + i) : whole;
     const Vec::T k = kUpdates ? Vec::load(key + i) : keep;
-    const Vec::T next_k = kSums ? Vec::load(next_key + i) : keep;
-    const Vec::T next_q = kSums ? Vec::load(next_query + i) : keep;
+    Vec::T next_k = kSums ? Vec::load(next_key + i) : keep;
+    Vec::T next_q = kSums ? Vec::load(next_query + i) : keep;
+    if (kSums && kChannels) {
+      const Vec::T next_keep = Vec::load(next_decay + i);
+      next_k = Vec::mul(next_keep, next_k);
+      next_q = Vec::mul(next_keep, next_q);
+    }
     ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
       Vec::T state = Vec::load(from + r * stride + i);
@@ -140,7 +162,11 @@ struct DeltaHead {
     return tokens.keys + (key_head * tokens.count + token) * 2 * padded(net.key_size);
   }
   const float* query(int64_t token) const { return key(token) + padded(net.key_size); }
-  float decay(int64_t token) const { return tokens.decays[token * net.value_heads + head]; }
+  // One number, or one of each channel.
+  const float* decay(int64_t token) const {
+    const int64_t at = token * net.value_heads + head;
+    return tokens.decays + (net.has_channels ? at * padded(net.key_size) : at);
+  }
   float beta(int64_t token) const { return tokens.betas[token * net.value_heads + head]; }
   int64_t at(int64_t token, int64_t row) const {
     return ((tokens.first + token) * net.value_heads + head) * net.value_size + row;
@@ -152,59 +178,62 @@ struct DeltaHead {
 
   // What a token adds to rows, times its key; and their outputs. With S not yet changed:
   //   delta = beta * (v - exp(g) * S k);  S q = exp(g) * S q + delta * (k q)
+  // Decays of channels are in the sums.
   void solve(int64_t token, int64_t row, int rows, const float* sums, float* deltas) const {
-    const float own = beta(token), keep = decay(token);
+    const float own = beta(token), keep = net.has_channels ? 1.f : *decay(token);
     const float product = tokens.products[key_head * tokens.count + token];
     const float* values = value(token, row);
     for (int r = 0; r < rows; r++) {
-      deltas[r] = own * (values[r] - keep * sums[r]);
-      net.output[at(token, row + r)] = keep * sums[rows + r] + deltas[r] * product;
+      deltas[r] = own * fused(-keep, sums[r], values[r]);
+      net.output[at(token, row + r)] = fused(keep, sums[rows + r], deltas[r] * product);
     }
   }
 };
 
 // Tokens [begin, end), at least one, for kRows rows whose numbers are whole vectors.
-template <int kRows, bool kHasDeltaRule>
+template <int kRows, Rule kRule>
 static void update_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t end,
                         const float* from, float* to, int64_t stride, int64_t size) {
-  if (!kHasDeltaRule) {
+  if (kRule == Rule::kGated) {
     for (int64_t token = begin; token < end; token++, from = to)
-      gated_pass<kRows>(from, to, stride, size, of.decay(token), of.key(token), of.query(token),
+      gated_pass<kRows>(from, to, stride, size, *of.decay(token), of.key(token), of.query(token),
                         of.beta(token), of.value(token, row), of.net.output + of.at(token, row));
     return;
   }
+  constexpr bool kChannels = kRule == Rule::kChannels;
   float sums[2 * kRows], deltas[kRows];
-  pass<kRows, false, true>(from, to, stride, size, 0.f, nullptr, nullptr, of.key(begin),
-                           of.query(begin), sums);
+  pass<kRows, kChannels, false, true>(from, to, stride, size, nullptr, nullptr, nullptr,
+                                      of.decay(begin), of.key(begin), of.query(begin), sums);
   for (int64_t token = begin; token < end; token++, from = to) {
     of.solve(token, row, kRows, sums, deltas);
-    const float keep = of.decay(token);
-    if (token + 1 < end)
-      pass<kRows, true, true>(from, to, stride, size, keep, of.key(token), deltas,
-                              of.key(token + 1), of.query(token + 1), sums);
+    const float* keep = of.decay(token);
+    const int64_t next = token + 1;
+    if (next < end)
+      pass<kRows, kChannels, true, true>(from, to, stride, size, keep, of.key(token), deltas,
+                                         of.decay(next), of.key(next), of.query(next), sums);
     else
-      pass<kRows, true, false>(from, to, stride, size, keep, of.key(token), deltas, nullptr,
-                               nullptr, nullptr);
+      pass<kRows, kChannels, true, false>(from, to, stride, size, keep, of.key(token), deltas,
+                                          nullptr, nullptr, nullptr, nullptr);
   }
 }
 
 // The same for rows of any length, which are padded where they are no whole vectors.
-template <int kRows, bool kHasDeltaRule>
+template <int kRows, Rule kRule>
 static void update_any_rows(const DeltaHead& of, int64_t row, int64_t begin, int64_t end,
                             const float* from, float* to) {
   const int64_t size = of.net.key_size;
   if (size % Vec::kWidth == 0)
-    return update_rows<kRows, kHasDeltaRule>(of, row, begin, end, from, to, size, size);
+    return update_rows<kRows, kRule>(of, row, begin, end, from, to, size, size);
   float rows[kRows * kMostKeySize];
   const int64_t stride = padded(size);
   const size_t bytes = static_cast<size_t>(size) * sizeof(float);
   memset(rows, 0, sizeof rows);
   for (int r = 0; r < kRows; r++) memcpy(rows + r * stride, from + r * size, bytes);
-  update_rows<kRows, kHasDeltaRule>(of, row, begin, end, rows, rows, stride, stride);
+  update_rows<kRows, kRule>(of, row, begin, end, rows, rows, stride, stride);
   for (int r = 0; r < kRows; r++) memcpy(to + r * size, rows + r * stride, bytes);
 }
 
-template <bool kHasDeltaRule>
+template <Rule kRule>
 static void update_head(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
   const DeltaHead of{net, tokens, rows.head, rows.head / (net.value_heads / net.key_heads)};
   const int64_t size = net.key_size;
@@ -218,21 +247,23 @@ static void update_head(const DeltaNet& net, const DeltaTokens& tokens, const De
     int64_t row = rows.row_begin;
     for (; !streams && row + kStateRows <= rows.row_end; row += kStateRows) {
       const int64_t at = (row - rows.row_begin) * size;
-      update_any_rows<kStateRows, kHasDeltaRule>(of, row, begin, end, from + at, rows.to + at);
+      update_any_rows<kStateRows, kRule>(of, row, begin, end, from + at, rows.to + at);
     }
     for (; row < rows.row_end; row++) {
       const int64_t at = (row - rows.row_begin) * size;
-      update_any_rows<1, kHasDeltaRule>(of, row, begin, end, from + at, rows.to + at);
+      update_any_rows<1, kRule>(of, row, begin, end, from + at, rows.to + at);
     }
     from = rows.to;
   }
 }
 
 static void update_delta(const DeltaNet& net, const DeltaTokens& tokens, const DeltaRows& rows) {
-  if (net.has_delta_rule)
-    update_head<true>(net, tokens, rows);
+  if (net.has_channels)
+    update_head<Rule::kChannels>(net, tokens, rows);
+  else if (net.has_delta_rule)
+    update_head<Rule::kDelta>(net, tokens, rows);
   else
-    update_head<false>(net, tokens, rows);
+    update_head<Rule::kGated>(net, tokens, rows);
 }
 
 }  // namespace

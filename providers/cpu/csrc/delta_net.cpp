@@ -46,8 +46,9 @@ struct Run {
     tokens.keys =
         memory.keys.reserve<float>(static_cast<size_t>(heads * 2 * padded(call.key_size)));
     tokens.products = memory.products.reserve<float>(static_cast<size_t>(heads));
-    tokens.decays = memory.gates.reserve<float>(static_cast<size_t>(2 * gates));
-    tokens.betas = tokens.decays + gates;
+    const int64_t decays = call.has_channels ? gates * padded(call.key_size) : gates;
+    tokens.decays = memory.gates.reserve<float>(static_cast<size_t>(decays + gates));
+    tokens.betas = tokens.decays + decays;
   }
 
   // Finds the sequences of the tokens [begin, end), and those of no tokens that come with them.
@@ -72,13 +73,16 @@ struct Run {
       const int64_t from = (tokens.first + token) * net.value_heads;
       const int64_t to = token * net.value_heads;
       for (int64_t head = 0; head < net.value_heads; head++) {
-        float log = net.decay[from + head], step = 1.f;
-        if (net.a_log) {
-          const float raw = softplus(log + net.dt_bias[head]);
-          log = -std::exp(net.a_log[head]) * raw;
-          if (net.has_steps) step = raw;
+        float step = 1.f;
+        if (!net.has_channels) {
+          float log = net.decay[from + head];
+          if (net.a_log) {
+            const float raw = softplus(log + net.dt_bias[head]);
+            log = -std::exp(net.a_log[head]) * raw;
+            if (net.has_steps) step = raw;
+          }
+          tokens.decays[to + head] = std::exp(log);
         }
-        tokens.decays[to + head] = std::exp(log);
         if (!net.has_delta_rule) {
           tokens.betas[to + head] = step;
           continue;
@@ -87,6 +91,20 @@ struct Run {
         tokens.betas[to + head] = net.has_sigmoid ? 1.f / (1.f + std::exp(-beta)) : beta;
       }
     }
+  }
+
+  // The decays of a token and head: as many exponentials as a key has channels.
+  void decay_channels(int64_t index) const {
+    const int64_t head = index % net.value_heads, size = net.key_size;
+    const float* given = net.decay + (tokens.first * net.value_heads + index) * size;
+    float* decays = tokens.decays + index * padded(size);
+    const float rate = net.a_log ? std::exp(net.a_log[head]) : 1.f;
+    for (int64_t i = 0; i < size; i++) {
+      const float log =
+          net.a_log ? -rate * softplus(given[i] + net.dt_bias[head * size + i]) : given[i];
+      decays[i] = std::exp(log);
+    }
+    std::fill(decays + size, decays + padded(size), 0.f);
   }
 
   void update(int64_t index) const {
@@ -112,6 +130,15 @@ int run_tokens(Run& run, ParallelFor parallel_for, void* context) {
       },
       &run, parallel_for, context);
   if (result != 0) return result;
+  if (run.net.has_channels) {
+    const int failed = run_tasks(
+        run.tokens.count * run.net.value_heads,
+        [](void* argument, size_t index) {
+          static_cast<const Run*>(argument)->decay_channels(static_cast<int64_t>(index));
+        },
+        &run, parallel_for, context);
+    if (failed != 0) return failed;
+  }
   return run_tasks(
       static_cast<int64_t>(run.pieces.size()) * run.net.value_heads * run.groups,
       [](void* argument, size_t index) {

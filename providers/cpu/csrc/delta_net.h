@@ -3,7 +3,8 @@
 //
 //   S = exp(g) * S;  S = S + beta * (v - S k) k^T;  output = scale * S q
 //
-// Or, without the delta rule, as state spaces have it (Mamba-2, arXiv:2405.21060):
+// Each channel of a key may have a g of its own, that of a column of S (Kimi Delta Attention,
+// arXiv:2510.26692). Or, without the delta rule, as state spaces have it (Mamba-2, arXiv:2405.21060):
 //
 //   S = exp(g) * S;  S = S + step * v k^T;  output = scale * S q
 //
@@ -24,17 +25,18 @@ struct DeltaNet {
   int64_t query_stride, key_stride, value_stride;  // from one token to the next
   float scale;
   bool has_delta_rule;
+  bool has_channels;   // with the delta rule: each channel of a key has a decay
   bool has_steps;      // not with the delta rule, and with a_log: steps are no ones
   bool is_normalized;  // queries and keys have length 1 first
   bool has_sigmoid;    // beta is that of what is given
   const float* query;  // [num_tokens][key_heads][key_size]
   const float* key;    // likewise
   const float* value;  // [num_tokens][value_heads][value_size]
-  const float* decay;  // [num_tokens][value_heads]: g, but for a_log
-  const float* beta;   // likewise; null without the delta rule
+  const float* decay;  // [num_tokens][value_heads], or [key_size] of each: g, but for a_log
+  const float* beta;   // [num_tokens][value_heads]; null without the delta rule
   const float*
       a_log;  // [value_heads]; g = -exp(a_log) * softplus(decay + dt_bias). Null: it is not
-  const float* dt_bias;  // [value_heads], null with a_log
+  const float* dt_bias;  // [value_heads], or [key_size] of each; null with a_log
   float* pool;           // [num_slots][value_heads][value_size][key_size]
   float* output;         // [num_tokens][value_heads][value_size]
 };

@@ -156,8 +156,8 @@ struct DeltaTokens {
   int64_t first, count;  // of the net's tokens
   float* keys;      // [key_heads][count][2][padded key_size], a key, then the query times the scale
   float* products;  // [key_heads][count], of both; not set without the delta rule
-  float* decays;    // [count][value_heads], exp(g)
-  float* betas;     // likewise; without the delta rule steps
+  float* decays;    // [count][value_heads], exp(g); of channels [padded key_size] each, 0 behind
+  float* betas;     // [count][value_heads]; without the delta rule steps
 };
 
 // Rows [row_begin, row_end) of a value head's state, and what takes them from the tokens before

@@ -54,6 +54,10 @@ std::unique_ptr<DeltaKernel> make_kernel(const Api& api, const ort::KernelInfo* 
   net.has_steps = has_flag(api, info, "steps");
   if (net.has_steps && net.has_delta_rule)
     fail(api, ort::kInvalidArgument, "%s: steps do not go with the update_rule gated_delta", kName);
+  net.has_channels = has_flag(api, info, "channel_decay");
+  if (net.has_channels && !net.has_delta_rule)
+    fail(api, ort::kInvalidArgument,
+         "%s: channel_decay goes with the update_rule gated_delta alone", kName);
   net.is_normalized = has_flag(api, info, "qk_l2_norm");
   net.has_sigmoid = is_text(api, info, "beta_activation", "sigmoid");
   auto kernel = std::make_unique<DeltaKernel>(DeltaKernel{api, net});
@@ -98,7 +102,8 @@ void compute(const DeltaKernel& kernel, ort::KernelContext* context) {
   if (net.key_size > 0) read_projections(call, net);
   check_sizes(net);
   const int64_t tokens = net.slots.num_tokens;
-  net.decay = call.tensor(kDeltaDecay, "decay", {tokens, net.value_heads}).as<const float>();
+  const int64_t decays = net.value_heads * (net.has_channels ? net.key_size : 1);
+  net.decay = call.tensor(kDeltaDecay, "decay", {tokens, decays}).as<const float>();
   if (call.has(kDeltaBeta) != net.has_delta_rule)
     fail(kernel.api, ort::kInvalidArgument, "%s: beta must be given with the delta rule alone",
          kName);
@@ -110,7 +115,7 @@ void compute(const DeltaKernel& kernel, ort::KernelContext* context) {
     fail(kernel.api, ort::kInvalidArgument, "%s: steps are made with a_log and dt_bias", kName);
   if (call.has(kDeltaALog)) {
     net.a_log = call.tensor(kDeltaALog, "a_log", {net.value_heads}).as<const float>();
-    net.dt_bias = call.tensor(kDeltaDtBias, "dt_bias", {net.value_heads}).as<const float>();
+    net.dt_bias = call.tensor(kDeltaDtBias, "dt_bias", {decays}).as<const float>();
   }
   net.slots = call.slots(tokens, pool.dims[0], kDeltaLengths);
   Tensor output;
