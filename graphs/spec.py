@@ -26,6 +26,7 @@ from onnxport.graphs.fields import (
     with_nulls,
     without_nulls,
 )
+from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import (
@@ -113,6 +114,9 @@ class ArchSpec:
     # Of each layer's gate what is less than so many deviations above its mean is 0; None: nothing.
     gate_cutoffs: tuple[float | None, ...] | None = None
     head_gates: bool | None = None  # `attention_gate` has a number a head; None: one a channel
+    query_growth: GrowthSpec | None = None  # queries grow with their positions; None: they do not
+    # Norms of heads have no weights, and layers that do not rotate have none; None: as `qk_norm`.
+    unweighted_qk_norm: bool | None = None
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -261,6 +265,20 @@ class ArchSpec:
         """Whether it does that at the end, where attention itself can do it."""
         return self.rotates(layer) and not self.qk_norm_last
 
+    def norms_heads(self, layer: int) -> bool:
+        """Whether queries and keys of a layer are normalized."""
+        return self.qk_norm and (self.rotates(layer) or not self.unweighted_qk_norm)
+
+    def grows(self, layer: int) -> bool:
+        """Whether queries of a layer grow with their positions."""
+        growth = self.query_growth
+        return growth is not None and not (growth.without_rope and self.rotates(layer))
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether a graph needs the position of each token outside of attention itself."""
+        return bool(self.qk_norm_last) or any(map(self.grows, range(self.num_layers)))
+
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer; None: it is one feed-forward layer of `intermediate_size`."""
         if self.experts is None or self.experts.layers is None:
@@ -309,7 +327,7 @@ class ArchSpec:
             inner["experts"] = self.experts.to_json()
         if self.linear is not None:
             inner["linear"] = linear_to_json(self.linear)
-        for name in ("draft", "latent", "global_heads", "multipliers", "altup"):
+        for name in ("draft", "latent", "global_heads", "multipliers", "altup", "query_growth"):
             if (part := getattr(self, name)) is not None:
                 inner[name] = plain(part)
         return without_nulls(plain(self), _LATER) | inner
@@ -342,6 +360,7 @@ _PARTS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "global_heads": HeadsSpec.from_json,
     "multipliers": MultipliersSpec.from_json,
     "altup": AltUpSpec.from_json,
+    "query_growth": GrowthSpec.from_json,
 }
 _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "family": (str,),
@@ -393,6 +412,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "altup": (dict, NONE),
     "gate_cutoffs": (list, NONE),
     "head_gates": (bool, NONE),
+    "query_growth": (dict, NONE),
+    "unweighted_qk_norm": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -406,4 +427,5 @@ _LATER: Final = (
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
     *("layer_input_rows", "altup", "gate_cutoffs", "head_gates"),
+    *("query_growth", "unweighted_qk_norm"),
 )

@@ -26,8 +26,8 @@ _GROWTH: Final = 0.1  # of Mistral Small 4's queries, which files may not tell
 def mistral4(facts: Facts) -> Values:
     """Mistral Small 4, whose queries grow behind its original context.
 
-    Files made of transformers' checkpoints do not say so, and llama.cpp does not do it then. Within
-    that context, which exports end with, it comes to the same.
+    Files made of transformers' checkpoints do not say so. Their queries grow all the same, as those
+    of the checkpoint do; llama.cpp's do not then.
     """
     meta = facts.metadata
     meta.expect("expert_gating_func", SOFTMAX)

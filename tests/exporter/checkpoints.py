@@ -95,7 +95,7 @@ MINISTRAL_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
     "factor": 2.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 10,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
@@ -170,7 +170,7 @@ LATENT_SIZES = (
     *("num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "rope_parameters"),
 )
-_GROWS: Mapping[str, Any] = {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
+_GROWS: Mapping[str, Any] = {"original_max_position_embeddings": 10, "llama_4_scaling_beta": 0.25}
 _GROWING: Mapping[str, Any] = {**LATENT_ROPE, **_GROWS, "factor": 2.0}
 
 
@@ -245,7 +245,7 @@ CASES: Mapping[str, Case] = {
     "minicpm3-plain": Case(
         "minicpm3", {**_MINICPM3, "q_lora_rank": None, "v_head_dim": 8, "tie_word_embeddings": True}
     ),
-    "mistral4": Case(  # groups, of which the two best experts count; queries grow behind 64 tokens
+    "mistral4": Case(  # groups, of which the two best experts count; queries grow behind 10 tokens
         "mistral4",
         {
             **LATENT,
@@ -258,7 +258,6 @@ CASES: Mapping[str, Case] = {
             "pad_token_id": 0,
         },
         torch.bfloat16,
-        context_length=64,
         inside="mistral3",
     ),
     "mistral4-halves": Case(
@@ -272,7 +271,6 @@ CASES: Mapping[str, Case] = {
             "rope_parameters": _GROWING,
             "tie_word_embeddings": True,
         },
-        context_length=64,
         inside="mistral3",
     ),
     "youtu": Case(

@@ -519,10 +519,13 @@ def test_youtu_has_latents_and_no_experts() -> None:
     assert (read.family, read.experts, read.rope.interleaved) == ("youtu", None, True)
 
 
-def test_mistral_4_ends_where_queries_grow() -> None:
-    for growth in ({}, {"attention__temperature_scale": 0.1}):
-        read = spec(facts("mistral4", expert_weights_norm=True, **growth))
-        assert (read.family, read.context_length) == ("mistral4", 64)
+def test_queries_of_mistral_4_grow() -> None:
+    for told, strength in ({}, 0.1), ({"attention__temperature_scale": 0.25}, 0.25):
+        read = spec(facts("mistral4", expert_weights_norm=True, **told))
+        growth = read.query_growth
+        assert growth is not None
+        assert (growth.strength, growth.interval, growth.offset) == (strength, 64, 0)
+        assert (read.family, read.context_length) == ("mistral4", 256)
     experts = read.experts
     assert experts is not None
     assert (experts.sigmoid, experts.corrected, experts.normalized) == (None, None, True)

@@ -20,7 +20,7 @@ YARN = {
     **{"mscale": 0.707, "mscale_all_dim": 0.707},
 }
 GROWING = {
-    **{**YARN, "original_max_position_embeddings": 64, "factor": 2.0},
+    **{**YARN, "original_max_position_embeddings": 10, "factor": 2.0},
     **{"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},
 }
 HUNYUAN = {
@@ -75,7 +75,7 @@ MODELS: Mapping[str, Model] = {
     "hy-v3": Model("hy-v3"),
     "hy-v3-further": Model("hy-v3", {}, FURTHER, further="model.layers.3."),
     "mellum": Model("mellum", {"mlp_layer_types": None}),
-    "mistral4": Model("mistral4", {"rope_parameters": GROWING}, context_length=64),
+    "mistral4": Model("mistral4", {"rope_parameters": GROWING}),
     "youtu": Model("youtu"),
     "youtu-yarn": Model("youtu-halves", {"rope_interleave": True, "rope_parameters": YARN}),
     "qwen2-moe": Model("qwen2-moe"),
