@@ -18,7 +18,7 @@ class Part(NamedTuple):
     rows: int
     first: int = 0  # of them
     shape: tuple[int, ...] | None = None  # of the tensor; None: these rows are all
-    is_transposed: bool = False  # it is [experts, columns, rows]; these are all rows of one of them
+    is_transposed: bool = False  # it is [experts, columns, rows]; these are rows of one of them
     scale: float = 1.0  # what these rows are multiplied with, beside what all of the matrix is
 
 

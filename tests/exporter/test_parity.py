@@ -58,6 +58,7 @@ FAST = {
     "jais2",
     "llama",
     "llama-mqa-biases",
+    "llama4",
     "mellum",
     "minicpm3",
     "minimax-m2",
