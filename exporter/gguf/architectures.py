@@ -351,6 +351,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "lfm2": Architecture(states.lfm2),
     "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
+    "llama4": Architecture(mixtures.llama4),
     "mellum": Architecture(mixtures.mellum),
     "minicpm": Architecture(_minicpm, neighbours=True),
     "minimax-m2": Architecture(recent.minimax_m2),

@@ -141,6 +141,9 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "lfm3": _LFM3,
+    "llama4_text": replace(
+        _PLAIN, feed_forward={f"feed_forward.{name}": (name,) for name in PROJECTIONS[4:]}
+    ),
 }
 # Families whose feed-forward layers have the number behind that of what is ahead of them.
 _OF_BLOCKS: Final = frozenset({"nemotron_h"})
