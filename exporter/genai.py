@@ -47,7 +47,16 @@ _LLAMA: Final = (
     *("seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
     *("internlm3", "starcoder2"),
-    *("cwm", "granite_swa", "granitemoe_swa", "hyperclovax", "iquestcoder", "jais2", "vaultgemma"),
+    *(
+        "cwm",
+        "llama4_text",
+        "granite_swa",
+        "granitemoe_swa",
+        "hyperclovax",
+        "iquestcoder",
+        "jais2",
+        "vaultgemma",
+    ),
 )
 _TYPES: Final = {
     **dict.fromkeys(_LLAMA, "llama"),

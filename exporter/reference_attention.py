@@ -148,9 +148,11 @@ def _mixed(
     tokens = len(q)
     scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)
     scores = softcap(scores, spec.attention_softcap)
-    distance = np.arange(tokens)[:, None] - np.arange(tokens)
-    window = spec.sliding_window[layer]
-    visible = (distance >= 0) & (distance < (window or tokens))
+    positions = np.arange(tokens)
+    distance, window = positions[:, None] - positions, spec.sliding_window[layer] or tokens
+    visible = (distance >= 0) & (distance < window)
+    if spec.chunked_windows:
+        visible &= positions // window == positions[:, None] // window
     scores = np.where(visible, scores, -np.inf)
     if spec.attention_sinks:
         sinks = weights.vector(f"layers.{layer}.sinks")[:, None, None]

@@ -115,6 +115,8 @@ class ArchSpec:
     gate_cutoffs: tuple[float | None, ...] | None = None
     head_gates: bool | None = None  # `attention_gate` has a number a head; None: one a channel
     query_growth: GrowthSpec | None = None  # queries grow with their positions; None: they do not
+    # Windows are chunks, one behind the other: a token sees its own chunk; None: windows slide.
+    chunked_windows: bool | None = None
     # Norms of heads have no weights, and layers that do not rotate have none; None: as `qk_norm`.
     unweighted_qk_norm: bool | None = None
 
@@ -183,7 +185,7 @@ class ArchSpec:
     def has_gqa_graph(self) -> bool:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
         lacks = self.has_mixed_layers or self.has_gelu_experts or self.has_ungated_experts
-        return self.latent is None and not lacks
+        return self.latent is None and not lacks and not self.chunked_windows
 
     @property
     def has_gelu_experts(self) -> bool:
@@ -414,6 +416,7 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "head_gates": (bool, NONE),
     "query_growth": (dict, NONE),
     "unweighted_qk_norm": (bool, NONE),
+    "chunked_windows": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -427,5 +430,5 @@ _LATER: Final = (
     *("global_heads", "value_norm", "shared_kv_layers", "shared_kv_intermediate_size"),
     *("layer_scales", "layer_input_size", "multipliers"),
     *("layer_input_rows", "altup", "gate_cutoffs", "head_gates"),
-    *("query_growth", "unweighted_qk_norm"),
+    *("query_growth", "unweighted_qk_norm", "chunked_windows"),
 )

@@ -389,6 +389,10 @@ def _check_positions(spec: ArchSpec) -> None:
         spec.query_growth is None or not found,
         f"query_growth does not go with {' and '.join(found)}",
     )
+    require(
+        not spec.chunked_windows or any(spec.sliding_window),
+        f"chunked_windows is of windows, and sliding_window is {spec.sliding_window}",
+    )
     if not spec.unweighted_qk_norm:
         return
     kinds = {

@@ -6,12 +6,13 @@ without experts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, context_within, decoder_spec
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.smollm3 import rotated_layers
@@ -19,6 +20,8 @@ from onnxport.exporter.families.wrapped import older_names, wrapped
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.spec import ArchSpec
+
+logger = logging.getLogger(__name__)
 
 _CHUNKED: Final = "chunked_attention"
 _FULL: Final = "full_attention"
@@ -48,6 +51,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     normed = config.get("use_qk_norm", bool, True) and any(rotated)
     growth = _growth(config)
     size = config.get("intermediate_size", int, 8192)
+    chunks = _chunks(config, rotated)
     spec = decoder_spec(
         config.replaced(intermediate_size=config.get("intermediate_size_mlp", int, 16_384)),
         family="llama4_text",
@@ -56,7 +60,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         qkv_bias=biased,
         o_bias=biased,
         qk_norm=normed,
-        context_length=_within_chunk(config, rotated, context_length),
+        context_length=_context_length(config, chunks, context_length),
         theta=500_000.0,
     )
     if normed and spec.rope.attention_factor != 1.0:
@@ -65,8 +69,11 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
             f"{spec.rope.attention_factor}, which norms behind it (use_qk_norm) take back; "
             "supported are types without such a factor, such as 'llama3'."
         )
+    is_longer = any(chunk is not None and chunk < spec.context_length for chunk in chunks)
     return replace(
         spec,
+        sliding_window=chunks if is_longer else spec.sliding_window,
+        chunked_windows=is_longer or None,
         rope=replace(spec.rope, interleaved=True),
         unweighted_qk_norm=normed or None,
         rotated_layers=None if all(rotated) else rotated,
@@ -101,26 +108,38 @@ def _growth(config: Config) -> GrowthSpec | None:
         ) from error
 
 
-def _within_chunk(config: Config, rotated: tuple[bool, ...], asked: int | None) -> int | None:
-    """The context length within which a token sees all before it in every layer."""
+def _chunks(config: Config, rotated: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The tokens of a chunk that a token sees its own of, layer by layer; None: it sees all."""
     key = "attention_chunk_size"
     chunk = config.get(key, int, None if config.is_null(key) else 8192)
     kinds = [_CHUNKED if turns and chunk is not None else _FULL for turns in rotated]
     kinds = config.get("layer_types", list, kinds)
-    known = (_CHUNKED, _FULL) if chunk is not None else (_FULL,)
+    known = {_FULL: None} if chunk is None else {_FULL: None, _CHUNKED: chunk}
     if len(kinds) != len(rotated) or not all(kind in known for kind in kinds):
         raise UnsupportedModelError(
-            f"{config.path}: layer_types is {kinds} and attention_chunk_size {chunk}; supported "
-            f"are {len(rotated)} entries (one a layer) from {sorted(known)}."
+            f"{config.path}: layer_types is {kinds} and {key} {chunk}; supported are "
+            f"{len(rotated)} entries (one a layer) from {sorted(known)}, and {_CHUNKED} only with "
+            f"an {key}."
         )
-    if chunk is None or _CHUNKED not in kinds:
+    if chunk is not None and chunk < 1:
+        raise CheckpointError(f"{config.path}: {key} is {chunk}; it must be above 0, or null.")
+    return tuple(known[kind] for kind in kinds)
+
+
+def _context_length(
+    config: Config, chunks: tuple[int | None, ...], asked: int | None
+) -> int | None:
+    """One chunk where no more was asked for, as far as all providers go; a warning says so."""
+    chunk = max((one for one in chunks if one is not None), default=None)
+    trained = config.require("max_position_embeddings", int)
+    if asked is not None or chunk is None or trained <= chunk:
         return asked
-    if chunk < 1:
-        raise CheckpointError(
-            f"{config.path}: attention_chunk_size is {chunk}; it must be above 0, or null."
-        )
-    beyond = "this model attends in chunks"
-    return context_within(config, chunk, asked, "its attention_chunk_size", beyond)
+    logger.warning(
+        "the context is %d tokens, not %d: beyond its first chunk this model attends in chunks, "
+        "which not all providers do (docs/export.md). Choose a longer one with --context-length.",
+        *(chunk, trained),
+    )
+    return chunk
 
 
 def _experts(config: Config, size: int) -> ExpertsSpec | None:

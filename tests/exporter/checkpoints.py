@@ -827,6 +827,11 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "llama4-chunks": Case(
+        "llama4_text",
+        {**_LLAMA4, "num_hidden_layers": 4, "attention_chunk_size": 11},
+        context_length=128,
+    ),
     "llama4-dense": Case(  # as MobileLLM-R1
         "llama4_text",
         {
