@@ -113,7 +113,7 @@ _LLAMA4: Mapping[str, Any] = {
     "num_local_experts": 4,
     "attn_scale": 0.3,
     "floor_scale": 10,
-    "attention_chunk_size": 64,
+    "attention_chunk_size": 128,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
 
