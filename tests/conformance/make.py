@@ -9,7 +9,6 @@ PyTorch makes the checkpoints, so this runs where it is installed; `pytest tests
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -44,14 +43,11 @@ LATENT: Final = (
 MIXED: Final = (("gemma4-moe-all", "int8"), ("gemma4-shared", "fp32"))
 # Layers with a state in place of keys and values.
 HYBRID: Final = (("qwen3.5", "fp32"), ("lfm3", "fp32"))
-# Attention in chunks, in contexts of several.
-CHUNKS: Final = (("llama4-chunks", "fp32"),)
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
     *MIXED,
     *HYBRID,
-    *CHUNKS,
     ("afmoe", "fp16"),
     ("afmoe-dense", "int4"),
     ("apertus", "int4"),
@@ -80,7 +76,6 @@ ONCE: Final = (
     ("hunyuan-moe", "fp16"),
     ("hy-v3", "fp16"),
     ("jais2", "int4"),
-    ("llama4", "int8"),
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),
@@ -115,18 +110,16 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
         from tests.exporter import checkpoints
 
         checkpoint = path.with_name("checkpoint")
-        made = {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.SHORT_CONV}[case]
-        checkpoints.make(made, checkpoint)
+        checkpoints.make(
+            {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.SHORT_CONV}[case], checkpoint
+        )
         if precision == AWQ:
             from tests.exporter import integers
 
             integers.store_awq(checkpoint, GROUP_SIZE)
         if precision == Q4_1:
             checkpoint = _in_q4_1(checkpoint)
-        options = export_options(precision)
-        if case in dict(CHUNKS):
-            options = replace(options, context_length=made.context_length)
-        export_model(checkpoint, path, options)
+        export_model(checkpoint, path, export_options(precision))
     return path
 
 
