@@ -47,7 +47,7 @@ from onnxport.exporter.plan import (
     TOKEN_OUT,
 )
 from onnxport.exporter.positions import stream
-from onnxport.exporter.rotation import Rotation, rotation_of_rows, rotation_of_tokens
+from onnxport.exporter.rotation import Positions, positions_of_rows, positions_of_tokens
 from onnxport.exporter.short_conv import (
     ConvInputs,
     Convolve,
@@ -85,8 +85,7 @@ class Decoder:
     mix: Mix  # of gated delta nets
     scan: Scan  # of state spaces
     convolve: Convolve  # of layers that are that
-    rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
-    less_one: str | None = None  # of the GQA graph: see `ops.gqa_sequence_lengths`
+    positions: Positions  # what is made of them beside attention
     kept: dict[int, tuple[str, str]] = field(default_factory=dict)  # layers' own keys and values
 
     def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
@@ -98,7 +97,7 @@ class Decoder:
         g, spec = self.g, self.spec
         if spec.altup is not None:
             return altup_body(self, spec.altup, select)
-        hidden = stream(self, self.less_one)
+        hidden = stream(self)
         if spec.stream_norms:
             return normed_stream(self, hidden, select)
         if spec.embedding_norm:
@@ -241,7 +240,7 @@ class Decoder:
             self.leading,
             self.linear,
             self.attend,
-            self.rotation,
+            self.positions,
             self.kept,
         ).attended(layer, x)
         if not self.spec.attention_gate:
@@ -327,7 +326,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     def select(x: str) -> str:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
-    rotation = rotation_of_tokens(g, spec, weights) if spec.qk_norm_last else None
+    positions = positions_of_tokens(g, spec, weights)
 
     def mix(layer: int, inputs: DeltaInputs) -> str:
         assert isinstance(spec.linear, LinearAttentionSpec)
@@ -338,7 +337,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         return scan_by_slots(g, spec.linear, dtype, layer, inputs)
 
     ways = (mix, scan, partial(convolve_by_slots, g))
-    decoder = Decoder(g, spec, weights, (0,), attend, *ways, rotation)
+    decoder = Decoder(g, spec, weights, (0,), attend, *ways, positions)
     normed, hidden = decoder.body(select)
     decoder.logits(normed)
     if spec.draft is not None:
@@ -399,8 +398,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         assert padding is not None
         return convolve_by_rows(g, padding, layer, inputs)
 
-    rotation = rotation_of_rows(g, spec, weights, less_one) if spec.qk_norm_last else None
-    ways = (mix, scan, convolve)
-    decoder = Decoder(g, spec, weights, (0, 0), attend, *ways, rotation, less_one)
+    positions = positions_of_rows(g, spec, weights, less_one)
+    decoder = Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, positions)
     decoder.logits(decoder.body(None)[0])
     return g.build()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from onnx import TensorProto
+
 from onnxport.exporter.graph_parts import ACCURACY_LEVEL, activation_dtype
 from onnxport.exporter.plan_experts import XIELU
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
@@ -107,6 +109,8 @@ class FeedForward:
         """The experts of x that a router chooses for each token by what it reads."""
         g, matrices = self.g, self.weights.matrices
         logits = self.linear(f"layers.{layer}.router", routed)
+        if experts.scaled_inputs:
+            x = self._scaled(x, logits)
         correction = ""
         if experts.corrected:
             correction = g.weight(self.weights.vectors[f"layers.{layer}.correction"])
@@ -160,6 +164,17 @@ class FeedForward:
             flatten=len(self.leading) > 1,
             accuracy_level=ACCURACY_LEVEL,
         )
+
+    def _scaled(self, x: str, logits: str) -> str:
+        """What the one expert of a token reads: x times the largest score."""
+        g, dtype = self.g, activation_dtype(self.weights)
+        is_wide = dtype == TensorProto.FLOAT
+        wide = logits if is_wide else ops.cast(g, logits, TensorProto.FLOAT, "router.wide")
+        # Of whole rows: a vector's last numbers may be rounded otherwise than others.
+        scores = g.node("Sigmoid", [wide], name="scores")
+        part = g.node("ReduceMax", [scores, ops.last_axis(g)], name="score")
+        part = part if is_wide else ops.cast(g, part, dtype, "score.narrow")
+        return g.node("Mul", [x, part], name="scaled")
 
 
 class _OfExperts(NamedTuple):

@@ -50,7 +50,7 @@ _LLAMA: Final = (
     *("mimo_v2_flash", "sarvam_moe", "seed_oss", "solar_open"),
     *("apertus", "arcee", "flex_olmo", "glm4", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm"),
     *("exaone", "internlm2", "internlm3", "mimo", "minicpm", "ministral", "orion", "starcoder2"),
-    *("falcon", "gpt2", "gpt_bigcode", "gptj", "opt"),
+    *("falcon", "gpt2", "gpt_bigcode", "gptj", "llama4_text", "opt"),
     *("cwm", "granite_swa", "granitemoe_swa", "hyperclovax", "iquestcoder", "jais2", "vaultgemma"),
 )
 _TYPES: Final = {

@@ -68,6 +68,7 @@ def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         scale=spec.scale_of(layer) if spec.inverse_layer_scale else spec.attention_scale,
         softcap=spec.attention_softcap,
         local_window_size=spec.sliding_window[layer],
+        local_window_chunked=bool(spec.chunked_windows and spec.sliding_window[layer]),
         do_rotary=spec.rotates_within(layer),
         rotary_interleaved=spec.rope_of(layer).interleaved,
         v_head_size=None if spec.latent is None else spec.latent.kv_rank,

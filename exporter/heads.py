@@ -10,7 +10,7 @@ from onnx import helper
 
 from onnxport.exporter.graph_parts import activation_dtype
 from onnxport.exporter.latent_graph import attend_latents
-from onnxport.exporter.rotation import Rotation
+from onnxport.exporter.rotation import Positions, Rotation
 from onnxport.exporter.weights import StoredWeights
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
@@ -30,14 +30,14 @@ class Heads:
     leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
     linear: Callable[[str, str], str]  # (role, x) -> their product
     attend: Attend
-    rotation: Rotation | None  # of queries and keys ahead of their norms; None: attention rotates
+    positions: Positions  # what is made of them beside attention
     kept: dict[int, tuple[str, str]]  # layers' own keys and values; takes those of this one
 
     def attended(self, layer: int, x: str) -> str:
         """Packed projection and attention; with QK-norm the heads are normalized between."""
         g, spec = self.g, self.spec
         if spec.latent is not None:
-            return attend_latents(g, spec, self.weights, layer, x, self.linear, self.attend)
+            return attend_latents(g, spec, self.weights, layer, x, self.linear, self._attend)
         qkv = self.linear(f"layers.{layer}.qkv", x)
         if spec.qkv_bound is not None:
             kind = numpy_dtype(activation_dtype(self.weights))
@@ -45,18 +45,19 @@ class Heads:
             qkv = g.node(
                 "Clip", [qkv, *(g.constant(edge, "bound") for edge in edges)], name="bound"
             )
-        if not spec.qk_norm and spec.value_size is None:
-            return self.attend(layer, qkv)
-        if self.rotation is not None:
-            return self.attend(layer, self._rotated(layer, qkv, self.rotation))
+        if not spec.norms_heads(layer) and spec.value_size is None:
+            if not spec.grows(layer):
+                return self.attend(layer, qkv)
+            return self._attend(layer, self._apart(layer, qkv))
+        if self.positions.rotation is not None:
+            return self._attend(layer, self._rotated(layer, qkv, self.positions.rotation))
         parts = spec.qkv_parts(layer)
         if len(parts) == 1:
             q = self._head_norm(qkv, layer, "q_norm", parts[0])
-            return self.attend(layer, (q, *self.kept[spec.kv_source(layer)]))
-        sizes = g.constant(np.array(parts, np.int64), "sizes")
-        q, k, *own = g.node("Split", [qkv, sizes], outputs=len(parts), name="split", axis=-1)
+            return self._attend(layer, (q, *self.kept[spec.kv_source(layer)]))
+        q, k, *own = self._apart(layer, qkv)
         v = own[0] if own else k
-        if spec.qk_norm:
+        if spec.norms_heads(layer):
             q = self._head_norm(q, layer, "q_norm", parts[0])
             k = self._head_norm(k, layer, "k_norm", parts[1])
         if spec.value_norm:
@@ -64,7 +65,21 @@ class Heads:
         if spec.value_size is not None:
             return self._narrow(layer, spec.value_size, q, k, v)
         self.kept[layer] = k, v
-        return self.attend(layer, (q, k, v))
+        return self._attend(layer, (q, k, v))
+
+    def _attend(self, layer: int, parts: tuple[str, ...]) -> str:
+        """Attention of queries, which may grow with their positions, keys and values."""
+        if self.spec.grows(layer):
+            grown = self.g.node("Mul", [parts[0], self.positions.growth], name="q.grown")
+            parts = (grown, *parts[1:])
+        return self.attend(layer, parts)
+
+    def _apart(self, layer: int, qkv: str) -> tuple[str, ...]:
+        """The packed projection's parts."""
+        parts = self.spec.qkv_parts(layer)
+        sizes = self.g.constant(np.array(parts, np.int64), "sizes")
+        split = self.g.node("Split", [qkv, sizes], outputs=len(parts), name="split", axis=-1)
+        return tuple(split)
 
     def _narrow(self, layer: int, size: int, q: str, k: str, v: str) -> str:
         """Attention where values have fewer channels than keys, `size` of them.
@@ -82,7 +97,7 @@ class Heads:
         values = ops.reshape(g, v, (*self.leading, -1, size), "v.heads")
         values = g.node("Pad", [values, room, nothing, axis], name="v.wide")
         v = ops.reshape(g, values, (*self.leading, heads.num_kv_heads * wide), "v.join")
-        found = self.attend(layer, (q, k, v))
+        found = self._attend(layer, (q, k, v))
         found = ops.reshape(g, found, (*self.leading, -1, wide), "attended.heads")
         found = g.node("Slice", [found, first, end, axis], name="attended.narrow")
         width = self.spec.attended_width(layer)
@@ -106,15 +121,18 @@ class Heads:
         return q, k, v
 
     def _head_norm(self, x: str, layer: int, name: str, size: int) -> str:
-        """A norm over each head of x [..., size], or over all of it; of values without a name."""
+        """A norm over each head of x [..., size], or over all of it.
+
+        Of values, which have no name, it is without weights.
+        """
         g, channels, role = self.g, self.spec.heads_of(layer).head_size, f"layers.{layer}.{name}"
         if self.spec.apart_qk_norm:
             return self._apart_norm(x, role, size)
-        if name:
+        if name and not self.spec.unweighted_qk_norm:
             weight = g.weight(self.weights.vectors[role])
         else:
             ones = np.ones(channels, numpy_dtype(activation_dtype(self.weights)))
-            weight, name = g.constant(ones, "ones"), "v_norm"
+            weight, name = g.constant(ones, "ones"), name or "v_norm"
         if self.spec.whole_qk_norm:
             return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
         heads = ops.reshape(g, x, (*self.leading, -1, channels), f"{name}.heads")

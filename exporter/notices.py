@@ -73,6 +73,8 @@ def _why_no_gqa_graph(spec: ArchSpec) -> str:
         return "it knows one size of keys and values, and this model's values are narrower"
     if spec.has_ungated_experts:
         return "ONNX Runtime knows no experts without a gate, which this model's are"
+    if spec.chunked_windows:
+        return "its GroupQueryAttention has no attention in chunks; a context of one chunk has none"
     assert spec.has_gelu_experts
     return "ONNX Runtime's MoE and QMoE have no gated GELU, which this model's experts have"
 

@@ -27,7 +27,7 @@ def head_vectors(
     if spec.apart_qk_norm:
         found["q_norm"] = _apart_norm(prefix + names.q_norm, spec.num_heads, spec.head_size)
         found["k_norm"] = _apart_norm(prefix + names.k_norm, spec.num_kv_heads, spec.head_size)
-    elif spec.qk_norm:
+    elif spec.qk_norm and not spec.unweighted_qk_norm:
         size = spec.heads_of(layer).head_size
         sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (size, size)
         found["q_norm"] = plan_norm(names, prefix + names.q_norm, sizes[0])

@@ -18,7 +18,7 @@ class Part(NamedTuple):
     rows: int
     first: int = 0  # of them
     shape: tuple[int, ...] | None = None  # of the tensor; None: these rows are all
-    # It is [experts, columns, rows], or without experts; these are all rows of one of them.
+    # It is [experts, columns, rows], or without experts; these are rows of one of them.
     is_transposed: bool = False
     scale: float = 1.0  # what these rows are multiplied with, beside what all of the matrix is
 

@@ -22,14 +22,8 @@ if TYPE_CHECKING:
 _ALL: Final = np.iinfo(np.int64).max
 
 
-def stream(d: Decoder, less_one: str | None) -> str:
-    """What the first layer reads: the embedding, made as wide as layers are, and positions.
-
-    Args:
-        d: The graph.
-        less_one: Of the GQA graph, int32 [batch], see `ops.gqa_sequence_lengths`; None: it is the
-            paged one.
-    """
+def stream(d: Decoder) -> str:
+    """What the first layer reads: the embedding, made as wide as layers are, and positions."""
     g, rows = d.g, d.spec.learned_positions
     hidden = d.embed()
     if d.spec.embedding_size is not None:
@@ -37,15 +31,15 @@ def stream(d: Decoder, less_one: str | None) -> str:
     if rows is None:
         return hidden
     with g.scope(SCOPE, root=True):
-        place = positions_of_tokens(g) if less_one is None else positions_of_rows(g, less_one)
         # What pads a step may be behind the table, which has rows for all that is asked for.
-        place = g.node("Min", [place, _int(g, rows - 1)], name="positions.within")
+        inside = [d.positions.places, _int(g, rows - 1)]
+        place = g.node("Min", inside, name="positions.within")
     with g.scope(POSITIONS):
         learned = d.embed(POSITIONS, place)
         return g.node("Add", [hidden, learned], name="added")
 
 
-def positions_of_tokens(g: GraphBuilder) -> str:
+def places_of_tokens(g: GraphBuilder) -> str:
     """Each packed token's position in its sequence, int64 [num_tokens].
 
     Tokens behind the last sequence, which only padding has, count on from it.
@@ -68,7 +62,7 @@ def positions_of_tokens(g: GraphBuilder) -> str:
     return g.node("Add", [tokens, own], name="rotary.positions")
 
 
-def positions_of_rows(g: GraphBuilder, less_one: str) -> str:
+def places_of_rows(g: GraphBuilder, less_one: str) -> str:
     """Each token's position, int64 [batch, seq], as GroupQueryAttention counts them.
 
     Sequences of a batch end with it, but for those of a first step that are shorter than its

@@ -7,6 +7,7 @@ import numpy as np
 from onnxport.exporter.activations import sigmoid, silu
 from onnxport.exporter.linear_reference import convolve, delta_net, softplus, state_space
 from onnxport.exporter.reference_parts import Array, WeightSource, rms_norm, softcap
+from onnxport.exporter.rope import growth_factors
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
 from onnxport.graphs.rope_spec import RopeSpec
@@ -30,7 +31,10 @@ def attend(
         heads = _of_latents(spec, spec.latent, layer, weights, x, tables)
     else:
         heads = _of_heads(spec, layer, weights, x, tables, kept)
-    result = _mixed(spec, layer, weights, *heads)
+    q, k, v = heads
+    if spec.query_growth is not None and spec.grows(layer):
+        q = q * growth_factors(spec.query_growth, np.arange(len(q)))[:, None, None]
+    result = _mixed(spec, layer, weights, q, k, v)
     if spec.attention_gate:
         product = weights.linear(f"layers.{layer}.attention_gate", x)
         gates = softplus(product) if spec.softplus_gates else sigmoid(product)
@@ -60,10 +64,10 @@ def _of_heads(
         return _turned(spec, layer, weights, heads, tables)
     if len(heads) == 2:  # keys are values
         heads.append(heads[1])
-    if spec.qk_norm:
+    if spec.norms_heads(layer):
         for at, name in enumerate(("q_norm", "k_norm")[: len(whole)]):
             normed = whole[at] if spec.whole_qk_norm else heads[at]
-            weight = weights.vector(f"layers.{layer}.{name}")
+            weight = _head_weight(spec, layer, weights, name)
             if spec.apart_qk_norm:
                 normed = normed - normed.mean(-1, keepdims=True)
                 weight = weight.reshape(-1, spec.head_size)
@@ -79,6 +83,13 @@ def _of_heads(
         v = rms_norm(v, np.ones(size, np.float32), spec.inner_eps)
     kept[layer] = k, v
     return _of_each_query(q, k, v)
+
+
+def _head_weight(spec: ArchSpec, layer: int, weights: WeightSource, name: str) -> Array:
+    """The weight of a norm of heads."""
+    if spec.unweighted_qk_norm:
+        return np.ones(spec.head_size, np.float32)
+    return weights.vector(f"layers.{layer}.{name}")
 
 
 def _turned(
@@ -142,9 +153,11 @@ def _mixed(
     tokens = len(q)
     scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale_of(layer))
     scores = softcap(scores, spec.attention_softcap)
-    distance = np.arange(tokens)[:, None] - np.arange(tokens)
-    window = spec.sliding_window[layer]
-    visible = (distance >= 0) & (distance < (window or tokens))
+    positions = np.arange(tokens)
+    distance, window = positions[:, None] - positions, spec.sliding_window[layer] or tokens
+    visible = (distance >= 0) & (distance < window)
+    if spec.chunked_windows:
+        visible &= positions // window == positions[:, None] // window
     scores = np.where(visible, scores, -np.inf)
     if spec.has_sinks(layer):
         sinks = weights.vector(f"layers.{layer}.sinks")[:, None, None]

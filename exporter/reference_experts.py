@@ -58,6 +58,8 @@ def _of_experts(
     logits = weights.linear(prefix + "router", routed)
     correction = weights.vector(prefix + "correction") if experts.corrected else None
     parts = _routing(experts, logits, correction)
+    if experts.scaled_inputs:
+        x = x * sigmoid(logits.max(-1, keepdims=True))
     if spec.ungated:
         up = weights.linear(prefix + "experts.up", x).reshape(len(x), experts.count, experts.size)
         gated = ACTIVATIONS[spec.hidden_act](up)

@@ -12,6 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.rope_spec import RopeSpec
 
 
@@ -90,6 +91,8 @@ def _llama3(rope: RopeSpec, base: NDArray[np.float64]) -> NDArray[np.float64]:
     assert rope.high_freq_factor is not None
     rotations = rope.original_context_length * base / (2 * math.pi)  # within the original context
     span = rope.high_freq_factor - rope.low_freq_factor
+    if span == 0:  # as Llama 4 Scout has it: nothing is between
+        return np.where(rotations < rope.low_freq_factor, base / rope.factor, base)
     keep = np.clip((rotations - rope.low_freq_factor) / span, 0, 1)
     return (1 - keep) * base / rope.factor + keep * base
 
@@ -116,3 +119,9 @@ def _yarn(rope: RopeSpec, base: NDArray[np.float64]) -> NDArray[np.float64]:
     ramp = np.clip((np.arange(rope.rotary_dim // 2) - low) / (high - low), 0, 1)
     blended: NDArray[np.float64] = base / rope.factor * ramp + base * (1 - ramp)
     return blended
+
+
+def growth_factors(growth: GrowthSpec, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """What queries at these positions are multiplied with, float32 of their shape."""
+    intervals = (positions + growth.offset) // growth.interval
+    return (1 + growth.strength * np.log1p(intervals)).astype(np.float32)

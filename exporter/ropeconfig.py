@@ -288,10 +288,10 @@ def _fields(config: Config, kind: str, values: Mapping[str, Any], trained: int) 
         for name in ("low_freq_factor", "high_freq_factor"):
             found[name] = _number(config, values, name, None)
         low, high = found["low_freq_factor"], found["high_freq_factor"]
-        if low is not None and high is not None and high <= low:
+        if low is not None and high is not None and high < low:
             raise CheckpointError(
                 f"{config.path}: high_freq_factor is {high} and low_freq_factor {low}; the first "
-                "must be larger."
+                "must not be smaller."
             )
     if kind == "yarn":
         assert factor is not None

@@ -1,7 +1,8 @@
-"""RoPE in standard operators, for models that normalize queries and keys behind it.
+"""What standard operators make of tokens' positions: RoPE, and queries that grow.
 
-Attention operators rotate what they are given, and so at the end. Here the rows of the tables at
-the tokens' positions are gathered once, and every layer rotates queries and keys by them together.
+Attention operators rotate what they are given, and so at the end. Models that normalize queries and
+keys behind RoPE have it here: the rows of the tables at the tokens' positions are gathered once,
+and every layer rotates queries and keys by them together. Likewise the factors of queries.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxport.exporter.graph_parts import activation_dtype
-from onnxport.exporter.positions import positions_of_rows, positions_of_tokens
+from onnxport.exporter.positions import places_of_rows, places_of_tokens
+from onnxport.exporter.rope import growth_factors
 from onnxport.exporter.weights import StoredWeights
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.tensors import numpy_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +44,61 @@ class Rotation:
         return g.node("Add", [along, across], name="rotated")
 
 
-def rotation_of_tokens(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights) -> Rotation:
-    """What rotates the paged graph's tokens."""
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What a graph makes of the tokens' positions, once for all layers."""
+
+    places: str = ""  # they themselves, int64 [...]; empty: nothing needs them
+    rotation: Rotation | None = None  # of queries and keys ahead of their norms; None: no such
+    growth: str = ""  # factors of queries, [..., 1], of the activations' type; empty: none
+
+
+def positions_of_tokens(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights) -> Positions:
+    """What the paged graph needs of its tokens' positions."""
+    if not spec.counts_positions:
+        return Positions()
     with g.scope(SCOPE, root=True):
-        return _rows(g, spec, weights, positions_of_tokens(g))
+        return _made(g, spec, weights, places_of_tokens(g))
 
 
-def rotation_of_rows(
+def positions_of_rows(
     g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, less_one: str
-) -> Rotation:
-    """Likewise the GQA graph's; `less_one` is int32 [batch], see `ops.gqa_sequence_lengths`."""
+) -> Positions:
+    """Likewise the GQA graph; `less_one` is int32 [batch], see `ops.gqa_sequence_lengths`."""
+    if not spec.counts_positions:
+        return Positions()
     with g.scope(SCOPE, root=True):
-        return _rows(g, spec, weights, positions_of_rows(g, less_one))
+        return _made(g, spec, weights, places_of_rows(g, less_one))
+
+
+def _made(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, places: str) -> Positions:
+    growth = spec.query_growth
+    return Positions(
+        places,
+        _rows(g, spec, weights, places) if spec.qk_norm_last else None,
+        "" if growth is None else _growth(g, growth, spec.context_length, places, weights),
+    )
+
+
+def _growth(
+    g: GraphBuilder, growth: GrowthSpec, length: int, places: str, weights: StoredWeights
+) -> str:
+    """The factors of queries at these positions, of a table with one for each interval."""
+    last = length - 1 + growth.offset
+    steps = np.arange(last // growth.interval + 1) * growth.interval
+    kind = numpy_dtype(activation_dtype(weights))
+    table = growth_factors(growth, steps - growth.offset).astype(kind)
+    offset, most, interval, axes = (
+        g.constant(np.array(value, np.int64), "int")
+        for value in (growth.offset, last, growth.interval, [-1])
+    )
+    if growth.offset:
+        places = g.node("Add", [places, offset], name="growth.counted")
+    # Tokens that only fill up a step may be counted beyond the last one.
+    inside = g.node("Min", [places, most], name="growth.inside")
+    number = g.node("Div", [inside, interval], name="growth.interval")
+    found = g.node("Gather", [g.constant(table, "growth"), number], name="growth", axis=0)
+    return g.node("Unsqueeze", [found, axes], name="growth.rows")
 
 
 def _rows(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, positions: str) -> Rotation:

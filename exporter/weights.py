@@ -279,7 +279,7 @@ class StreamingWeights:
         return [plan.scale * float(one) for one in to_float32(raw)]
 
     def _read(self, part: Part, columns: int, first: int, end: int, target: Target) -> _Rows:
-        """Rows of a part, as they are to be stored there; of a transposed one all."""
+        """Rows of a part, as they are to be stored there; of a transposed one all of the part's."""
         rows, block = (part.tensor, part.first + first, part.first + end), target.block
         if target.keeps:
             return self._checkpoint.read_blocks(*rows)
@@ -297,9 +297,11 @@ class StreamingWeights:
                 self.integer_blocks += found[0].size
                 return values, *found
             return (values,)
-        at = part.first // part.rows * columns
+        assert part.shape is not None
+        expert, own = divmod(part.first, part.shape[-1])
+        at = expert * columns
         values = self._checkpoint.read_rows(part.tensor, at, at + columns)
-        return (np.ascontiguousarray(values.T),)
+        return (np.ascontiguousarray(values[:, own : own + part.rows].T),)
 
     def _convert(
         self,

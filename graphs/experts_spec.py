@@ -58,6 +58,9 @@ class ExpertsSpec:
     jitter: float | None = None
     shared_scale: float | None = None  # of what the shared layer adds: as `scale`; None: 1
     sum_normed: bool | None = None  # RMSNorm on what experts and shared layer add; None: without
+    # What the one expert of a token reads is times the sigmoid of its logit, and what it makes is
+    # added as it is; None: what experts make is weighed.
+    scaled_inputs: bool | None = None
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -75,7 +78,8 @@ class ExpertsSpec:
             self.shared_size is not None or not self.shared_gated,
             "shared_gated needs a shared_size, and there is none",
         )
-        mixed = self.sigmoid or self.corrected or self.normalized or self.groups is not None
+        mixed_otherwise = self.sigmoid or self.corrected or self.groups is not None
+        mixed = mixed_otherwise or self.normalized
         require(
             self.jitter is None or (self.jitter >= 0 and self.per_token == 2 and not mixed),
             f"jitter is of two experts by a softmax that nothing normalizes: it is {self.jitter}, "
@@ -92,6 +96,12 @@ class ExpertsSpec:
         require(
             not (self.sum_normed and self.apart),
             "experts apart have norms of their own, sum_normed is of others",
+        )
+        require(
+            not self.scaled_inputs
+            or (self.per_token == 1 and self.normalized and not (mixed_otherwise or self.apart)),
+            f"scaled_inputs is of one expert a token, whose weight is 1: a token is given to "
+            f"{self.per_token}, of {self}",
         )
         self._check_groups()
 
@@ -136,6 +146,7 @@ _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "layers": (list, NONE),
     **dict.fromkeys(("sigmoid", "corrected", "shared_gated", "biased", "apart"), (bool, NONE)),
     "sum_normed": (bool, NONE),
+    "scaled_inputs": (bool, NONE),
     **dict.fromkeys(
         ("scale", "alpha", "up_offset", "limit", "shared_scale", "jitter"), (float, NONE)
     ),
@@ -147,4 +158,5 @@ _LATER_OF_EXPERTS: Final = (
     *("biased", "alpha", "up_offset", "limit"),
     *("groups", "groups_per_token", "group_best", "apart", "shared_scale", "jitter"),
     "sum_normed",
+    "scaled_inputs",
 )

@@ -32,6 +32,9 @@ class AttentionAttributes:
     scale: float | None = None  # None: 1 / sqrt(head_size)
     softcap: float | None = None
     local_window_size: int | None = None  # tokens that a query sees, its own included
+    # Of PagedAttention alone, and not in ONNX Runtime's schema: a window does not slide, but is the
+    # chunk of so many tokens that the query's own is in.
+    local_window_chunked: bool = False
     do_rotary: bool = True
     rotary_interleaved: bool = False
     # Of PagedAttention alone: attention of latents, of a cache of keys in front of whose rows so
@@ -46,6 +49,7 @@ class AttentionAttributes:
             "scale": self.scale,
             "softcap": self.softcap,
             "local_window_size": self.local_window_size,
+            "local_window_chunked": int(self.local_window_chunked) or None,
             "do_rotary": int(self.do_rotary),
             "rotary_interleaved": int(self.rotary_interleaved),
             "v_head_size": self.v_head_size,

@@ -58,6 +58,7 @@ class PagedAttentionNode:
     scale: float | None  # None: 1 / sqrt(head_size)
     softcap: float  # 0: none
     local_window_size: int | None  # tokens a query sees, its own included; None: all
+    local_window_chunked: bool  # ours: windows do not slide, but are chunks, one behind the other
     do_rotary: bool
     rotary_interleaved: bool
     rotary_offset: int
@@ -103,6 +104,7 @@ _DEFAULTS: Final[Mapping[str, int | float | str]] = {
     "scale": 0.0,
     "softcap": 0.0,
     "local_window_size": -1,
+    "local_window_chunked": 0,
     "do_rotary": 0,
     "rotary_interleaved": 0,
     "rotary_offset": 0,
@@ -207,6 +209,7 @@ def read_paged_attention(
         scale=value["scale"] or None,
         softcap=value["softcap"],
         local_window_size=window if window > 0 else None,
+        local_window_chunked=bool(value["local_window_chunked"]),
         do_rotary=bool(value["do_rotary"]),
         rotary_interleaved=bool(value["rotary_interleaved"]),
         rotary_offset=value["rotary_offset"],

@@ -27,6 +27,7 @@ from onnxport.graphs.fields import (
     with_nulls,
     without_nulls,
 )
+from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.latent_spec import LatentSpec
 from onnxport.graphs.linear_spec import (
@@ -134,6 +135,11 @@ class ArchSpec:
     # Channels of a head's values, which caches have room for head_size of; None: head_size.
     value_size: int | None = None
     value_scale: float | None = None  # what values are times: `o` is stored times it; None: 1
+    query_growth: GrowthSpec | None = None  # queries grow with their positions; None: they do not
+    # Windows are chunks, one behind the other: a token sees its own chunk; None: windows slide.
+    chunked_windows: bool | None = None
+    # Norms of heads have no weights, and layers that do not rotate have none; None: as `qk_norm`.
+    unweighted_qk_norm: bool | None = None
 
     def __post_init__(self) -> None:
         """Check that sizes agree, and that parts go together."""
@@ -222,7 +228,8 @@ class ArchSpec:
         """Whether a model has the graph that onnxruntime-genai's Generator runs."""
         lacks = self.has_mixed_layers or self.has_gelu_experts or self.has_ungated_experts
         lacks = lacks or self.has_channel_decays
-        return self.latent is None and self.value_size is None and not lacks
+        lacks = lacks or bool(self.chunked_windows) or self.value_size is not None
+        return self.latent is None and not lacks
 
     @property
     def has_channel_decays(self) -> bool:
@@ -320,6 +327,21 @@ class ArchSpec:
         """Whether it does that at the end, where attention itself can do it."""
         return self.rotates(layer) and not self.qk_norm_last
 
+    def norms_heads(self, layer: int) -> bool:
+        """Whether queries and keys of a layer are normalized."""
+        return self.qk_norm and (self.rotates(layer) or not self.unweighted_qk_norm)
+
+    def grows(self, layer: int) -> bool:
+        """Whether queries of a layer grow with their positions."""
+        growth = self.query_growth
+        return growth is not None and not (growth.without_rope and self.rotates(layer))
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether a graph needs the position of each token outside of attention itself."""
+        counts = bool(self.qk_norm_last) or self.learned_positions is not None
+        return counts or any(map(self.grows, range(self.num_layers)))
+
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer; None: it is one feed-forward layer of `intermediate_size`."""
         if self.experts is None or self.experts.layers is None:
@@ -372,7 +394,7 @@ class ArchSpec:
             inner["experts"] = self.experts.to_json()
         if self.linear is not None:
             inner["linear"] = linear_to_json(self.linear)
-        for name in ("draft", "latent", "global_heads", "multipliers", "altup"):
+        for name in ("draft", "latent", "global_heads", "multipliers", "altup", "query_growth"):
             if (part := getattr(self, name)) is not None:
                 inner[name] = plain(part)
         return without_nulls(plain(self), _LATER) | inner
@@ -406,6 +428,7 @@ _PARTS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "global_heads": HeadsSpec.from_json,
     "multipliers": MultipliersSpec.from_json,
     "altup": AltUpSpec.from_json,
+    "query_growth": GrowthSpec.from_json,
 }
 _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "family": (str,),
@@ -470,6 +493,9 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "window_sinks": (bool, NONE),
     "value_size": (int, NONE),
     "value_scale": (float, NONE),
+    "query_growth": (dict, NONE),
+    "unweighted_qk_norm": (bool, NONE),
+    "chunked_windows": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -486,4 +512,5 @@ _LATER: Final = (
     *("embedding_size", "stream_norms", "no_final_norm", "inverse_layer_scale"),
     *("qkv_bound", "embedding_norm", "state_input_norms", "softplus_gates", "layer_heads"),
     *("window_sinks", "value_size", "value_scale"),
+    *("query_growth", "unweighted_qk_norm", "chunked_windows"),
 )

@@ -81,6 +81,7 @@ def check_spec(spec: ArchSpec) -> None:
     _check_query_heads(spec)
     _check_values(spec)
     _check_order(spec)
+    _check_positions(spec)
     _check_parallel(spec)
     _check_ungated(spec)
     check_learned(spec)
@@ -449,3 +450,28 @@ def _check_order(spec: ArchSpec) -> None:
         f"ahead of norms all of {spec.head_size} channels rotate, and no neighbours do: "
         f"rotary_dim is {spec.rope.rotary_dim}, interleaved is {spec.rope.interleaved}",
     )
+
+
+def _check_positions(spec: ArchSpec) -> None:
+    """Check what goes with queries that grow, and with norms of heads without weights."""
+    others = {"draft": spec.draft, "altup": spec.altup}
+    found = [name for name, one in others.items() if one]
+    require(
+        spec.query_growth is None or not found,
+        f"query_growth does not go with {' and '.join(found)}",
+    )
+    require(
+        not spec.chunked_windows or any(spec.sliding_window),
+        f"chunked_windows is of windows, and sliding_window is {spec.sliding_window}",
+    )
+    if not spec.unweighted_qk_norm:
+        return
+    kinds = {
+        "qk_norm = false": not spec.qk_norm,
+        "whole_qk_norm": spec.whole_qk_norm,
+        "apart_qk_norm": spec.apart_qk_norm,
+        "qk_norm_last": spec.qk_norm_last,
+        "shared_kv_layers": spec.shared_kv_layers,
+    }
+    found = [name for name, one in kinds.items() if one]
+    require(not found, f"unweighted_qk_norm does not go with {' and '.join(found)}")

@@ -211,9 +211,8 @@ def can_capture(
         attention: how it is computed.
         tells: whether steps return hidden states.
     """
-    # The host counts positions, by which a model with `qk_norm_last` rotates in operators of its
-    # own.
-    in_parts = bool(options.allowed_on_host) or bool(spec.qk_norm_last)
+    # The host counts positions, which some models need in operators beside attention.
+    in_parts = bool(options.allowed_on_host) or spec.counts_positions
     has_states = spec.linear is not None
     can = recipe.capture_options is not None and attention == "native"
     return can and not (tells or in_parts or has_states)

@@ -130,8 +130,8 @@ class TensorNames:
     linear_dt_bias: str = "linear_attn.dt_bias"
     linear_norm: str = "linear_attn.norm.weight"  # which has no offset
     linear_o: tuple[str, ...] = ("linear_attn.out_proj",)
-    # Of Kimi Delta Attention, where `linear_in` are those of queries, keys and values: what makes of
-    # a layer's input what decays, and the gate, are made of, and this.
+    # Of Kimi Delta Attention, where `linear_in` are those of queries, keys and values: what makes
+    # of a layer's input what decays, and the gate, are made of, and this.
     linear_decay: tuple[str, str] = ("self_attn.f_a_proj", "self_attn.f_b_proj")
     linear_gate: tuple[str, str] = ("self_attn.g_a_proj", "self_attn.g_b_proj")
     linear_beta: str = "self_attn.b_proj"

@@ -1,18 +1,16 @@
-"""Ministral 3: Mistral whose queries grow beyond the context that it was first trained with.
-
-There each query is multiplied with `1 + beta * log(1 + floor(position / original))`, which is 1
-within the original context. An artifact is for that: its graphs have no such factor.
-"""
+"""Ministral 3: Mistral whose queries grow beyond the context that it was first trained with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, context_within, decoder_spec
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.ropeconfig import rope_parameters
+from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.spec import ArchSpec
 
 _BETA: Final = "llama_4_scaling_beta"
@@ -21,9 +19,9 @@ _ORIGINAL: Final = "original_max_position_embeddings"
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Ministral 3: heads of 128 unless given; one optional window for all layers."""
-    rope, context_length = within_original(config, rope_parameters(config), context_length)
+    rope, growth = growing_queries(config, rope_parameters(config))
     window = config.get("sliding_window", int, None)
-    return decoder_spec(
+    spec = decoder_spec(
         config,
         family="ministral3",
         head_size=None if config.is_null("head_dim") else 128,
@@ -32,26 +30,28 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         context_length=context_length,
         rope={"rope_theta": 1_000_000.0, **rope},
     )
+    return replace(spec, query_growth=growth)
 
 
-def within_original(
-    config: Config, rope: Mapping[str, Any], context_length: int | None
-) -> tuple[dict[str, Any], int | None]:
-    """RoPE keys without what makes queries grow, and the context length within which none does.
+def growing_queries(
+    config: Config, rope: Mapping[str, Any]
+) -> tuple[dict[str, Any], GrowthSpec | None]:
+    """RoPE keys without what makes queries grow, and how they do; None: they do not.
 
-    Raises:
-        CheckpointError: A number is missing, or none.
-        UnsupportedModelError: A longer context was asked for.
+    Raises CheckpointError: a number is missing, none, or out of range.
     """
     rope = dict(rope)
     beta = _number(config, _BETA, rope.pop(_BETA, None))
     original = _number(config, _ORIGINAL, rope.get(_ORIGINAL))
     rope.pop("max_position_embeddings", None)  # transformers repeats the model's there
-    if beta:
-        beyond = "this model's queries grow with their positions"
-        end = int(original)
-        context_length = context_within(config, end, context_length, f"its {_ORIGINAL}", beyond)
-    return rope, context_length
+    if not beta:
+        return rope, None
+    try:
+        return rope, GrowthSpec(strength=beta, interval=int(original), offset=0, without_rope=False)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{config.path}: {_BETA} is {beta} and {_ORIGINAL} {original}: {error}."
+        ) from error
 
 
 def _number(config: Config, name: str, value: Any) -> float:

@@ -1,11 +1,12 @@
 """Mistral Small 4: attention of latents, experts that a softmax chooses, and queries that grow.
 
-Its queries do as Ministral 3's, so an artifact is for the context that it was first trained with.
+These do as Ministral 3's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
@@ -18,7 +19,7 @@ from onnxport.exporter.expertsconfig import (
     with_experts,
 )
 from onnxport.exporter.families.base import Family, TensorNames
-from onnxport.exporter.families.ministral3 import within_original
+from onnxport.exporter.families.ministral3 import growing_queries
 from onnxport.exporter.latentconfig import latent_spec
 from onnxport.exporter.ropeconfig import rope_parameters
 from onnxport.graphs.experts_spec import ExpertsSpec
@@ -43,7 +44,7 @@ _ROPE: Final[Mapping[str, Any]] = {
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Mistral 4: neighbours rotate unless told otherwise; of a head a part rotates."""
     rope_size = config.get("qk_rope_head_dim", int, _SIZES.rope_size)
-    rope, context_length = within_original(config, _rope(config, rope_size), context_length)
+    rope, growth = growing_queries(config, _rope(config, rope_size))
     spec = latent_spec(
         config.replaced(head_dim=rope_size),
         family="mistral4",
@@ -52,7 +53,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         context_length=context_length,
         rope=rope,
     )
-    return with_experts(spec, _experts(config))
+    return with_experts(replace(spec, query_growth=growth), _experts(config))
 
 
 def _rope(config: Config, rope_size: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from onnxport.graphs.spec import ArchSpec
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """SmolLM3: where there is a sliding window, layers without rotation have it."""
     attention_bias = config.get("attention_bias", bool, False)
-    rotated = _rotated_layers(config)
+    rotated = rotated_layers(config)
     spec = decoder_spec(
         config,
         family="smollm3",
@@ -30,10 +30,14 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     return replace(spec, rotated_layers=rotated)
 
 
-def _rotated_layers(config: Config) -> tuple[bool, ...]:
+def rotated_layers(config: Config) -> tuple[bool, ...]:
+    """Which layers rotate: all but every so many, or what `no_rope_layers` says for all its name.
+
+    Raises CheckpointError: it has no flag for each layer.
+    """
     num_layers = config.require("num_hidden_layers", int)
     interval = config.get("no_rope_layer_interval", int, 4)
-    flags = config.get("no_rope_layers", list, None)  # 1 where a layer rotates, for all its name
+    flags = config.get("no_rope_layers", list, None)
     if flags is None and interval > 0:
         flags = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if flags is None or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):

@@ -65,7 +65,9 @@ def wrapped(
 
     names = dict.fromkeys(text.tensors for text in texts)
     first, *others = layouts or [
-        layout for one in names for layout in (_older(one), newer_names(one, _OF_IMAGES))
+        layout
+        for one in names
+        for layout in (older_names(one, _OF_IMAGES), newer_names(one, _OF_IMAGES))
     ]
     return Family(
         name=name,
@@ -78,10 +80,16 @@ def wrapped(
     )
 
 
-def _older(names: TensorNames) -> TensorNames:
+def older_names(names: TensorNames, images: tuple[str, ...]) -> TensorNames:
+    """The names of a text model's tensors that lies beside what reads images as a whole.
+
+    Args:
+        names: Of the text model alone.
+        images: Prefixes of the part that reads images.
+    """
     prefix = "language_model."
     moved = names.moved(lambda name: prefix + name)
-    return replace(moved, head=prefix + names.head, images=_OF_IMAGES)
+    return replace(moved, head=prefix + names.head, images=images)
 
 
 def newer_names(names: TensorNames, images: Sequence[str]) -> TensorNames:

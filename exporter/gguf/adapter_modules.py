@@ -48,6 +48,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "lfm2": ("lfm2",),
     "lfm2moe": ("lfm2_moe",),
     "llama": ("internlm3", "llama", "mistral", "mixtral"),
+    "llama4": ("llama4_text",),
     "mellum": ("mellum",),
     "minimax-m2": ("minimax_m2",),
     "nemotron": ("nemotron",),

@@ -384,6 +384,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "lfm2": Architecture(states.lfm2),
     "lfm2moe": Architecture(states.lfm2_moe),
     "llama": Architecture(_llama, neighbours=True),
+    "llama4": Architecture(mixtures.llama4),
     "mellum": Architecture(mixtures.mellum),
     "mimo2": Architecture(mixtures.mimo2),
     "minicpm": Architecture(_minicpm, neighbours=True),

@@ -116,7 +116,7 @@ def _glm(facts: Facts, model: str) -> Values:
 def mistral3(facts: Facts) -> Values:
     """Ministral 3, and Mistral Small 3.1 without what reads images.
 
-    The first one's queries grow behind its original context. Of yarn's magnitudes files have one;
+    The first one's queries grow. Of yarn's magnitudes files have one;
     the other is 1.
     """
     meta = facts.metadata

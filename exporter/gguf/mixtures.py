@@ -20,14 +20,16 @@ from onnxport.exporter.gguf.ropes import ORIGINAL
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 _WINDOW: Final = "attention.sliding_window"
+_CHUNK: Final = 8192  # of Llama 4's attention
+_OF_MAVERICK: Final = 128  # experts
 _GROWTH: Final = 0.1  # of Mistral Small 4's queries, which files may not tell
 
 
 def mistral4(facts: Facts) -> Values:
     """Mistral Small 4, whose queries grow behind its original context.
 
-    Files made of transformers' checkpoints do not say so, and llama.cpp does not do it then. Within
-    that context, which exports end with, it comes to the same.
+    Files made of transformers' checkpoints do not say so. Their queries grow all the same, as those
+    of the checkpoint do; llama.cpp's do not then.
     """
     meta = facts.metadata
     meta.expect("expert_gating_func", SOFTMAX)
@@ -40,6 +42,35 @@ def mistral4(facts: Facts) -> Values:
     rope["original_max_position_embeddings"] = original
     rope["llama_4_scaling_beta"] = meta.get("attention.temperature_scale", float, _GROWTH)
     return values
+
+
+def llama4(facts: Facts) -> Values:
+    """Llama 4: its chunks, how its queries grow and where nothing rotates are not in the file.
+
+    llama.cpp tells by the number of experts whether heads are normalized: those of Maverick's 128
+    are not.
+    """
+    meta = facts.metadata
+    meta.expect("expert_used_count", 1)
+    meta.expect("expert_gating_func", SIGMOID)
+    meta.expect(_WINDOW, _CHUNK)
+    values = common(facts, "Llama4ForCausalLM")
+    count = facts.num_experts()
+    step = facts.count("interleave_moe_layer_step", 1)
+    return values | {
+        "attention_bias": facts.has_qkv_bias(),
+        "intermediate_size_mlp": values["intermediate_size"],
+        "intermediate_size": meta.require("expert_feed_forward_length", int),
+        "interleave_moe_layer_step": step,
+        "num_local_experts": count,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": count != _OF_MAVERICK,
+        "attention_chunk_size": _CHUNK,
+        "no_rope_layer_interval": 4,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+    }
 
 
 def hy_v3(facts: Facts) -> Values:

@@ -322,7 +322,7 @@ class _Rewriter:
             scores = g.node("Mul", [bounded, self._scalar(layer.softcap, dtype)])
         # Chosen, not added or multiplied by zero: whatever lies in the blocks of others, or was
         # left there, be it no number or a very large one, changes nothing.
-        visible = plan.visible(layer.local_window_size, layer.is_causal)
+        visible = plan.visible(layer.local_window_size, layer.is_causal, layer.local_window_chunked)
         # Finite, so that a row which sees nothing is, too.
         lowest = float(ml_dtypes.finfo(numpy_dtype(dtype)).min)
         scores = g.node("Where", [visible, scores, self._scalar(lowest, dtype)])

@@ -288,6 +288,7 @@ def _refuse(layer: PagedAttentionNode, types: dict[str, int]) -> None:
         "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),
         "a RoPE offset": layer.rotary_offset != 0,
         "softcap": layer.softcap != 0,
+        "attention in chunks": layer.local_window_chunked,
         "a slot mapping": bool(layer.input(PagedInput.SLOT_MAPPING)),
         "attention that is not causal": not layer.is_causal,
         "a quantized cache": layer.is_quantized,

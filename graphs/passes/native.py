@@ -31,6 +31,7 @@ class NativeLimits:
     rotary_multiple: int = 2  # likewise what rotates of a head, and heads of which some rotates
     softcap: bool = True
     local_window: bool = True
+    chunked_window: bool = False
     head_sink: bool = True
     qk_norm: bool = True  # fused, through the operator's inputs
     rotary_interleaved: bool = True
@@ -111,6 +112,7 @@ def _violations(
     for used, allowed_here, what in (
         (layer.softcap != 0, limits.softcap, "softcap"),
         (layer.local_window_size is not None, limits.local_window, "a sliding window"),
+        (layer.local_window_chunked, limits.chunked_window, "attention in chunks"),
         (bool(layer.input(PagedInput.HEAD_SINK)), limits.head_sink, "head sinks"),
         (bool(layer.input(PagedInput.Q_NORM_WEIGHT)), limits.qk_norm, "a fused QK norm"),
         (layer.rotary_interleaved, limits.rotary_interleaved, "interleaved RoPE"),

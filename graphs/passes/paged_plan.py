@@ -84,12 +84,15 @@ class PagedPlan:
             self._memo[key] = rows
         return self._memo[key]
 
-    def visible(self, window: int | None, causal: bool) -> str:
-        """Whether a query sees a key, bool [tiles, 1, C, kv_len]."""
-        key = ("visible", window, causal)
+    def visible(self, window: int | None, causal: bool, chunked: bool = False) -> str:
+        """Whether a query sees a key, bool [tiles, 1, C, kv_len].
+
+        Windows slide, or are chunks, one behind the other.
+        """
+        key = ("visible", window, causal, chunked)
         if key not in self._memo:
             with self._g.scope(SCOPE, root=True):
-                self._memo[key] = self._make_visible(window, causal)
+                self._memo[key] = self._make_visible(window, causal, chunked)
         return self._memo[key]
 
     def own(self, window: int | None) -> str:
@@ -145,16 +148,24 @@ class PagedPlan:
         inside = g.node("Greater", [places, self._sub(first, self._int(window))], name="own")
         return g.node("And", [own, inside], name="own")
 
-    def _make_visible(self, window: int | None, causal: bool) -> str:
+    def _make_visible(self, window: int | None, causal: bool, chunked: bool) -> str:
         g = self._g
         keys = self._places()
         newest = self._query_positions if causal else self._last_positions
         visible = g.node("LessOrEqual", [keys, newest], name="visible")
         if window is not None:
-            oldest = self._sub(self._query_positions, self._int(window))
-            inside = g.node("Greater", [keys, oldest], name="window")
+            inside = self._inside(keys, self._int(window), chunked)
             visible = g.node("And", [visible, inside], name="window")
         return visible
+
+    def _inside(self, keys: str, window: str, chunked: bool) -> str:
+        """Whether keys are not ahead of a query's window, or chunk."""
+        g = self._g
+        if chunked:
+            first = self._mul(self._div(self._query_positions, window), window)
+            return g.node("GreaterOrEqual", [keys, first], name="chunk")
+        oldest = self._sub(self._query_positions, window)
+        return g.node("Greater", [keys, oldest], name="window")
 
     def _read_inputs(self, layer: PagedAttentionNode) -> str:
         """Inputs as int64, and the sizes that they have: T, B, block size, width of the table.

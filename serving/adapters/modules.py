@@ -199,6 +199,9 @@ _OTHERS: Final[Mapping[str, _Names]] = {  # by family
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "lfm3": _LFM3,
+    "llama4_text": replace(
+        _PLAIN, feed_forward={f"feed_forward.{name}": (name,) for name in PROJECTIONS[4:]}
+    ),
 }
 # Families whose queries, keys and values of each head of keys lie together.
 _BY_HEAD: Final = frozenset({"falcon", "gpt_bigcode", "gpt_neox", "internlm2"})

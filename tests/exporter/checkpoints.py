@@ -39,6 +39,10 @@ _QWEN_VISION: Mapping[str, int] = {
 VISION: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model"},
     "gemma4": {"num_key_value_heads": 2, "head_dim": 8},
+    "llama4": {
+        **{"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32},
+        **{"image_size": 28, "patch_size": 14},
+    },
     "mistral3": {"model_type": "pixtral", "head_dim": 8},
     "qwen2_5_vl": {**_QWEN_VISION, "hidden_size": 32, "window_size": 28},
     "qwen3_vl": {**_QWEN_VISION, "hidden_size": 32, "deepstack_visual_indexes": [0]},
@@ -95,10 +99,22 @@ MINISTRAL_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
     "factor": 2.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 24,
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.5,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+_LLAMA4: Mapping[str, Any] = {
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "attn_scale": 0.1,
+    "floor_scale": 10,
+    "attention_chunk_size": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
 
 
@@ -170,7 +186,7 @@ LATENT_SIZES = (
     *("num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "rope_parameters"),
 )
-_GROWS: Mapping[str, Any] = {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
+_GROWS: Mapping[str, Any] = {"original_max_position_embeddings": 10, "llama_4_scaling_beta": 0.1}
 _GROWING: Mapping[str, Any] = {**LATENT_ROPE, **_GROWS, "factor": 2.0}
 
 
@@ -274,7 +290,7 @@ CASES: Mapping[str, Case] = {
     "minicpm3-plain": Case(
         "minicpm3", {**_MINICPM3, "q_lora_rank": None, "v_head_dim": 8, "tie_word_embeddings": True}
     ),
-    "mistral4": Case(  # groups, of which the two best experts count; queries grow behind 64 tokens
+    "mistral4": Case(  # groups, of which the two best experts count; queries grow behind 10 tokens
         "mistral4",
         {
             **LATENT,
@@ -287,7 +303,6 @@ CASES: Mapping[str, Case] = {
             "pad_token_id": 0,
         },
         torch.bfloat16,
-        context_length=64,
         inside="mistral3",
     ),
     "mistral4-halves": Case(
@@ -301,7 +316,6 @@ CASES: Mapping[str, Case] = {
             "rope_parameters": _GROWING,
             "tie_word_embeddings": True,
         },
-        context_length=64,
         inside="mistral3",
     ),
     "youtu": Case(
@@ -825,6 +839,48 @@ CASES: Mapping[str, Case] = {
         inside="mistral3",
     ),
     "ministral3-text": Case("ministral3", {"rope_parameters": MINISTRAL_ROPE, "head_dim": 16}),
+    "llama4": Case(  # every second layer has experts
+        "llama4_text",
+        {
+            **_LLAMA4,
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 16.0},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 1.0},
+                "original_max_position_embeddings": 32,
+            },
+        },
+        inside="llama4",
+    ),
+    "llama4-plain": Case(  # as Maverick, without norms of heads
+        "llama4_text",
+        {
+            **_LLAMA4,
+            "use_qk_norm": False,
+            "no_rope_layers": [1, 0],
+            "moe_layers": [1],
+            "rms_norm_eps": 0.05,
+        },
+        torch.bfloat16,
+    ),
+    "llama4-chunks": Case(
+        "llama4_text",
+        {**_LLAMA4, "num_hidden_layers": 4, "attention_chunk_size": 11},
+        context_length=128,
+    ),
+    "llama4-dense": Case(  # as MobileLLM-R1
+        "llama4_text",
+        {
+            **_LLAMA4,
+            "no_rope_layers": [1, 1],
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "attn_temperature_tuning": False,
+            "rms_norm_eps": 0.05,
+            "tie_word_embeddings": True,
+        },
+    ),
     "granitemoe": Case(  # experts of one tensor
         "granitemoe",
         {
@@ -1888,7 +1944,8 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
             buffer.copy_(torch.randn_like(buffer) * 0.3)
         if name.endswith("layer_scalar"):
             buffer.copy_(torch.rand_like(buffer) * 0.5 + 0.5)
-    model.to(case.dtype)
+    if case.dtype != torch.float32:  # else `to` might spoil complex buffers
+        model.to(case.dtype)
     packed = _pack_experts(model) if case.mxfp4 else {}
     model.save_pretrained(folder, max_shard_size="20KB" if case.shards else "5GB", **saving)
     model.generation_config.save_pretrained(folder)

@@ -490,7 +490,7 @@ def test_what_changes_nothing_is_accepted(changes: dict[str, Any]) -> None:
                     "high_freq_factor": 1.0,
                 }
             },
-            "the first must be larger",
+            "the first must not be smaller",
         ),
         ({"partial_rotary_factor": 0.3, "head_dim": 10}, "rotary_dim 3 must be"),
     ],

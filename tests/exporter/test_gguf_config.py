@@ -103,6 +103,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "attention.sliding_window": 8,
         "expert_feed_forward_length": 32,
     },
+    "llama4": {
+        "expert_count": 16,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": 32,
+        "interleave_moe_layer_step": 1,
+    },
     "mellum": {"attention.sliding_window": 8, "expert_feed_forward_length": 32},
     "mistral4": {
         **LATENTS,
@@ -540,13 +546,49 @@ def test_youtu_has_latents_and_no_experts() -> None:
     assert (read.family, read.experts, read.rope.interleaved) == ("youtu", None, True)
 
 
-def test_mistral_4_ends_where_queries_grow() -> None:
-    for growth in ({}, {"attention__temperature_scale": 0.1}):
-        read = spec(facts("mistral4", expert_weights_norm=True, **growth))
-        assert (read.family, read.context_length) == ("mistral4", 64)
+def test_queries_of_mistral_4_grow() -> None:
+    for told, strength in ({}, 0.1), ({"attention__temperature_scale": 0.25}, 0.25):
+        read = spec(facts("mistral4", expert_weights_norm=True, **told))
+        growth = read.query_growth
+        assert growth is not None
+        assert (growth.strength, growth.interval, growth.offset) == (strength, 64, 0)
+        assert (read.family, read.context_length) == ("mistral4", 256)
     experts = read.experts
     assert experts is not None
     assert (experts.sigmoid, experts.corrected, experts.normalized) == (None, None, True)
+
+
+def test_what_llama_cpp_knows_of_llama_4() -> None:
+    scout, maverick = (
+        spec(facts("llama4", block_count=5, expert_count=count, interleave_moe_layer_step=step))
+        for count, step in ((16, 1), (128, 2))
+    )
+    for read in (scout, maverick):
+        assert read.rotated_layers == (True, True, True, False, True)
+        growth = read.query_growth
+        assert growth is not None
+        assert (growth.strength, growth.interval, growth.offset) == (0.1, 8192, 1)
+        assert read.rope.interleaved
+        assert read.experts is not None
+        assert (read.experts.scaled_inputs, read.experts.shared_size) == (True, 32)
+    assert (scout.qk_norm, scout.unweighted_qk_norm) == (True, True)
+    assert (maverick.qk_norm, maverick.unweighted_qk_norm) == (False, None)
+    assert scout.experts is not None
+    assert scout.experts.layers is None
+    assert maverick.experts is not None
+    assert maverick.experts.layers == (False, True, False, True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention__sliding_window": 0}, "sliding_window is 0; .* it is 8192"),
+        ({"expert_used_count": 2}, "expert_used_count is 2; .* it is 1"),
+    ],
+)
+def test_what_is_refused_of_llama_4(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        spec(facts("llama4", expert_count=16, **changes))
 
 
 def test_shared_experts_of_hunyuan_3() -> None:

@@ -15,6 +15,7 @@ from onnxport.exporter.gguf.dense import activations
 from onnxport.exporter.gguf.layouts import layout
 from onnxport.exporter.gguf.metadata import Metadata
 from onnxport.exporter.gguf.reranker import score_head
+from onnxport.graphs.growth_spec import GrowthSpec
 from tests.exporter.test_gguf_config import facts, spec
 
 YARN: dict[str, Any] = {
@@ -37,11 +38,11 @@ def test_what_guesses_further_tokens_of_glm_4_is_behind_the_last_layer() -> None
 
 
 def test_ministral_is_mistral_whose_queries_grow() -> None:
-    """Which an artifact has none of, so it ends where they begin to."""
     assert spec(facts("mistral3")).family == "mistral"
     grows = facts("mistral3", attention__temperature_scale=0.1, **YARN)
     read = spec(grows)
-    assert (read.family, read.context_length) == ("ministral3", 32)
+    assert (read.family, read.context_length) == ("ministral3", 256)
+    assert read.query_growth == GrowthSpec(strength=0.1, interval=32, offset=0, without_rope=False)
     own = 0.1 * math.log(8) + 1
     assert read.rope.attention_factor == pytest.approx(own)
     told: dict[str, Any] = {

@@ -215,15 +215,16 @@ def test_mistral_small_4() -> None:
     assert spec.latent == LatentSpec(
         kv_rank=256, nope_size=64, rope_size=64, value_size=128, query_rank=1024
     )
-    assert (spec.context_length, spec.rope.factor, spec.rope.rotary_dim) == (8192, 128.0, 64)
+    assert (spec.context_length, spec.rope.factor, spec.rope.rotary_dim) == (1048576, 128.0, 64)
+    growth = spec.query_growth
+    assert growth is not None
+    assert (growth.strength, growth.interval, growth.offset) == (0.1, 8192, 0)
     assert spec.rope.attention_factor == 1.0
     assert spec.scale == pytest.approx((0.1 * math.log(128) + 1) ** 2 / math.sqrt(128))
     experts = spec.experts
     assert experts is not None
     assert (experts.sigmoid, experts.corrected, experts.normalized) == (None, None, True)
     assert (experts.layers, experts.groups, experts.shared_size) == (None, None, 2048)
-    with pytest.raises(UnsupportedModelError, match="Choose one from 1 to 8192"):
-        read(MISTRAL_SMALL_4, 8193)
     alone = {**MISTRAL_4, "architectures": ["Mistral4ForCausalLM"], "tie_word_embeddings": False}
     assert read(alone) == spec
 

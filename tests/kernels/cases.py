@@ -105,6 +105,7 @@ def random_case(seed: int, head_sizes: Sequence[int] = HEAD_SIZES) -> Case:
         options |= rotary(rng, head_size, longest + int(rng.integers(0, 3)))
     if rng.integers(3) == 0:
         options["window"] = int(rng.choice([1, 2, 7, 16, 33, 100, 600]))
+        options["chunked"] = seed // 4 % 3 == 0
     if rng.integers(4) == 0:
         options["causal"] = False
     if rng.integers(4) == 0:

@@ -59,6 +59,7 @@ def random_case(seed: int) -> Case:
         options |= latent_rotary(rng, head_size, value_size, longest + int(rng.integers(0, 3)))
     if rng.integers(4) == 0:
         options["window"] = int(rng.choice([1, 7, 33, 100, 600]))
+        options["chunked"] = seed // 4 % 3 == 0
     if rng.integers(4) == 0:
         options["causal"] = False
     if rng.integers(4) == 0:

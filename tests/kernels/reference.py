@@ -47,6 +47,7 @@ class Case:
     scale: float | None = None
     softcap: float = 0.0
     window: int | None = None
+    chunked: bool = False  # windows are chunks, one behind the other
     causal: bool = True
     cosine: np.ndarray | None = None  # [positions, rotary_dim / 2] float32
     sine: np.ndarray | None = None
@@ -248,7 +249,10 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray | None) ->
             if case.causal:
                 seen &= positions <= position
             if case.window is not None:
-                seen &= positions > position - case.window
+                first = position - case.window + 1
+                if case.chunked:
+                    first = position // case.window * case.window
+                seen &= positions >= first
             for head in range(case.num_heads):
                 g = head // group
                 logits = keys[seen, g] @ query[head] * scale

@@ -59,6 +59,8 @@ def attributes(case: Case) -> dict[str, object]:
         found["softcap"] = case.softcap
     if case.window is not None:
         found["local_window_size"] = case.window
+    if case.chunked:
+        found["local_window_chunked"] = 1
     if not case.causal:
         found["is_causal"] = 0
     if case.cosine is not None:

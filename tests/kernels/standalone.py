@@ -67,6 +67,7 @@ def serialize(case: Case) -> bytes:
         case.block_size,
         case.block_table.shape[1],
         case.window or 0,
+        case.chunked,
         case.causal,
         0 if case.cosine is None else 2 * case.cosine.shape[1],
         case.rotary_offset,
@@ -80,7 +81,7 @@ def serialize(case: Case) -> bytes:
         kv_width,
     )
     scale = case.scale if case.scale is not None else case.head_size**-0.5
-    out = [struct.pack("21q4f", *numbers, scale, case.softcap, case.epsilon, 0.0)]
+    out = [struct.pack("22q4f", *numbers, scale, case.softcap, case.epsilon, 0.0)]
     arrays = [
         case.query,
         case.key,

@@ -140,6 +140,7 @@ BAD_ATTRIBUTES = [
     ({"kv_num_heads": 0}, "num_heads must be a positive multiple"),
     ({"num_heads": "4"}, "attribute num_heads has the wrong type"),
     ({"local_window_size": 0}, "local_window_size must be -1 or positive, found 0"),
+    ({"local_window_chunked": 1}, "local_window_chunked needs a local_window_size"),
     ({"is_causal": 2}, "attribute is_causal must be 0 or 1, found 2"),
     ({"softcap": -1.0}, "softcap must not be negative, found -1"),
     ({"scale": 1}, "attribute scale has the wrong type"),

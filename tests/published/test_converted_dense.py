@@ -53,7 +53,7 @@ MODELS: Mapping[str, Model] = {
         for name in ("qwen2-ragged", "qwen3", "qwen3-biases", "seed-oss", "stablelm")
     },
     **{name: Model(name) for name in ("phi3-window", "starcoder2-plain")},
-    **{name: Model(name, context_length=64) for name in ("ministral3", "ministral3-text")},
+    **{name: Model(name) for name in ("ministral3", "ministral3-text")},
     **{name: Model(name) for name in ("iquestcoder", "jais2")},
     "granite-swa": Model(  # the converter does not read bases of layers
         "granite-swa",
@@ -104,7 +104,7 @@ MODELS: Mapping[str, Model] = {
         },
         {"num_experts": 1},
     ),
-    "ministral3-fused": Model("ministral3", options={"fuse_qkv": True}, context_length=64),
+    "ministral3-fused": Model("ministral3", options={"fuse_qkv": True}),
     "llama-fused": Model("llama", options={"fuse_qkv": True}),
     "llama-fused-biases": Model("llama-mqa-biases", options={"fuse_qkv": True}),
     "qwen2-fused": Model("qwen2", options={"fuse_qkv": True}),

@@ -27,8 +27,12 @@ YARN = {
     **{"mscale": 0.707, "mscale_all_dim": 0.707},
 }
 GROWING = {
-    **{**YARN, "original_max_position_embeddings": 64, "factor": 2.0},
+    **{**YARN, "original_max_position_embeddings": 10, "factor": 2.0},
     **{"llama_4_scaling_beta": 0.1, "partial_rotary_factor": 1 / 3},
+}
+LLAMA4 = {
+    **{"num_hidden_layers": 4, "no_rope_layers": None, "moe_layers": None},
+    **{"attn_scale": 0.1, "floor_scale": 8192, "attention_chunk_size": 8192},
 }
 HUNYUAN = {
     **{"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
@@ -96,8 +100,10 @@ MODELS: Mapping[str, Model] = {
         "laguna-full", {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 0}
     ),
     "mellum": Model("mellum", {"mlp_layer_types": None}),
+    "llama4": Model("llama4", LLAMA4),
+    "llama4-text": Model("llama4-plain", LLAMA4 | {"use_qk_norm": True}),
     "mimo-v2-flash": Model("mimo-v2-flash", MIMO, MIMO_KEYS),
-    "mistral4": Model("mistral4", {"rope_parameters": GROWING}, context_length=64),
+    "mistral4": Model("mistral4", {"rope_parameters": GROWING}),
     "youtu": Model("youtu"),
     "youtu-yarn": Model("youtu-halves", {"rope_interleave": True, "rope_parameters": YARN}),
     "qwen2-moe": Model("qwen2-moe"),

@@ -83,6 +83,7 @@ struct Problem {
   int64_t block_size;     // tokens in a block; a multiple of 16 in the tiled layout
   int64_t table_width;    // columns of block_table
   int64_t window;         // keys a query sees at its own position and before; 0: all of them
+  int64_t chunked;        // 1: it sees none ahead of its own chunk, and chunks are as long as that
   int64_t causal;         // 0: every query of a sequence sees all of its keys
   int64_t rotary_dim;     // channels that are rotated; 0: none
   int64_t rotary_offset;  // first rotated channel

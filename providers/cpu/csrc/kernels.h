@@ -261,7 +261,8 @@ static inline KeyRange visible_keys(const Problem& p, int64_t sequence, int64_t 
   const int64_t past = p.past_lengths[sequence];
   const int64_t total = past + p.cumulative_lengths[sequence + 1] - p.cumulative_lengths[sequence];
   const int64_t position = past + token;
-  const int64_t first = p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
+  const int64_t slid = p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
+  const int64_t first = p.chunked ? position - position % p.window : slid;
   return {first, p.causal ? position + 1 : total};
 }
 

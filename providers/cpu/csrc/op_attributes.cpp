@@ -178,6 +178,9 @@ std::unique_ptr<Kernel> make_kernel(const Api& api, const ort::KernelInfo* info,
     fail(api, ort::kInvalidArgument, "local_window_size must be -1 or positive, found %lld",
          static_cast<long long>(window));
   p.window = window == -1 ? 0 : window;
+  p.chunked = attributes.flag("local_window_chunked", 0);
+  if (p.chunked && !p.window)
+    fail(api, ort::kInvalidArgument, "local_window_chunked needs a local_window_size");
   p.causal = attributes.flag("is_causal", 1);
   kernel->do_rotary = attributes.flag("do_rotary", 0);
   p.interleaved = attributes.flag("rotary_interleaved", 0);

@@ -75,6 +75,7 @@ bool validate_sizes(const Problem& p, const Report& fail) {
   if (!p.q_norm_weight != !p.k_norm_weight)
     return fail("q_norm_weight and k_norm_weight must be given together");
   if (p.window < 0 || p.softcap < 0) return fail("the window and the softcap may not be negative");
+  if (p.chunked && !p.window) return fail("chunks need a window, which says how long they are");
   if (p.rotary_dim == 0) return true;
   if (p.rotary_dim < 0 || p.rotary_dim % 2 != 0 || p.rotary_offset < 0 ||
       p.rotary_offset + p.rotary_dim > p.head_size)
