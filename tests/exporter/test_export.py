@@ -65,7 +65,7 @@ def edit_weights(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], Any
 
 
 def test_an_unsupported_architecture(checkpoint: Path) -> None:
-    checkpoints.edit_config(checkpoint, architectures=["GPT2LMHeadModel"])
+    checkpoints.edit_config(checkpoint, architectures=["BloomForCausalLM"])
     error = fails(checkpoint)
     assert isinstance(error, UnsupportedModelError)
     assert "LlamaForCausalLM" in str(error)
@@ -76,8 +76,8 @@ def test_what_is_not_supported_goes_before_how_it_is_quantized(checkpoint: Path)
     odd = {"quant_method": "odd"}
     checkpoints.edit_config(checkpoint, quantization_config=odd)
     assert "'odd'" in str(fails(checkpoint))
-    checkpoints.edit_config(checkpoint, architectures=["GPT2LMHeadModel"])
-    assert "names GPT2LMHeadModel, which is not supported" in str(fails(checkpoint))
+    checkpoints.edit_config(checkpoint, architectures=["BloomForCausalLM"])
+    assert "names BloomForCausalLM, which is not supported" in str(fails(checkpoint))
     checkpoints.edit_config(checkpoint, draft_vocab_size=8)
     assert "is a draft head" in str(fails(checkpoint))
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from onnxport.errors import ArtifactError, CheckpointError, UnsupportedModelError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.positions import stream
+from onnxport.exporter.positions import places_of_tokens, stream
+from onnxport.exporter.rotation import Positions
 from onnxport.graphs import contract as names
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.builder import GraphBuilder
@@ -226,7 +227,9 @@ def test_tokens_that_pad_a_step_stay_within_the_table() -> None:
         return g.node("Gather", [table, ids]) if ids else nothing
 
     spec = SimpleNamespace(learned_positions=8, embedding_size=None)
-    made = stream(SimpleNamespace(g=g, spec=spec, embed=embed), None)  # type: ignore[arg-type]
+    positions = Positions(places_of_tokens(g))
+    decoder = SimpleNamespace(g=g, spec=spec, embed=embed, positions=positions)
+    made = stream(decoder)  # type: ignore[arg-type]
     g.output("rows", TensorProto.FLOAT, ["tokens", 1])
     g.node("Identity", [made], outputs=["rows"])
     session = ort.InferenceSession(g.build().SerializeToString())
