@@ -1,4 +1,4 @@
-"""Both graphs of a decoder: paged, and GroupQueryAttention over one contiguous cache.
+"""What both graphs of a decoder have in common: `paged_graph`, and `gqa_graph` over one contiguous cache.
 
 They share every node but attention and the shapes around it, and every weight. Activations are
 [num_tokens, hidden] in the paged graph and [batch, seq, hidden] in the other.
@@ -8,35 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
-import onnx
 from onnx import TensorProto
 
 from onnxport.exporter.altup import altup_body
 from onnxport.exporter.attention_gate import gated
-from onnxport.exporter.draft_inputs import declare_states, normed_features, token_and_state
+from onnxport.exporter.draft_inputs import normed_features, token_and_state
 from onnxport.exporter.feed_forward import FeedForward
 from onnxport.exporter.graph_parts import (
     activation_dtype,
-    attributes,
-    declare_pools,
-    declare_rows_of_caches,
     product,
-    rope_tables,
-    sinks,
     tied_head,
 )
 from onnxport.exporter.heads import Attend, Heads
 from onnxport.exporter.layer_inputs import ending, layer_inputs
-from onnxport.exporter.linear_batch import declare_rows, find_padding, mix_by_rows
 from onnxport.exporter.linear_layer import (
-    DeltaInputs,
     Mix,
-    declare_slots,
     linear_attention,
-    mix_by_slots,
 )
 from onnxport.exporter.plan import (
     EMBEDDING,
@@ -47,20 +36,13 @@ from onnxport.exporter.plan import (
     TOKEN_OUT,
 )
 from onnxport.exporter.positions import stream
-from onnxport.exporter.rotation import Positions, positions_of_rows, positions_of_tokens
+from onnxport.exporter.rotation import Positions
 from onnxport.exporter.short_conv import (
-    ConvInputs,
     Convolve,
-    convolve_by_rows,
-    convolve_by_slots,
     short_convolution,
 )
-from onnxport.exporter.space_batch import scan_by_rows
 from onnxport.exporter.space_layer import (
     Scan,
-    Scanned,
-    SpaceInputs,
-    scan_by_slots,
     state_space_layer,
 )
 from onnxport.exporter.stream_norms import normed_stream
@@ -69,7 +51,7 @@ from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.draft_spec import DraftSpec
-from onnxport.graphs.linear_spec import LinearAttentionSpec, ShortConvSpec, StateSpaceSpec
+from onnxport.graphs.linear_spec import ShortConvSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
 
 
@@ -280,125 +262,3 @@ class Decoder:
             values = ops.softcap(g, ops.cast(g, values, TensorProto.FLOAT, name), cap, "head.cap")
             name = "head.capped"
         g.node("Cast", [values], outputs=[names.LOGITS], name=name, to=TensorProto.FLOAT)
-
-
-def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
-    """The paged graph of the contract: packed sequences, block tables, caches in place."""
-    g = GraphBuilder("paged")
-    dtype = activation_dtype(weights)
-    g.input(names.INPUT_IDS, TensorProto.INT64, [names.NUM_TOKENS])
-    int32_inputs: tuple[tuple[str, list[int | str]], ...] = (
-        (names.BLOCK_TABLE, [names.BATCH, names.MAX_NUM_BLOCKS]),
-        (names.CUMULATIVE_SEQUENCE_LENGTHS, [names.BATCH_PLUS_ONE]),
-        (names.PAST_SEQUENCE_LENGTHS, [names.BATCH]),
-        (names.ATTENTION_METADATA, [3]),
-        (names.LOGITS_INDICES, [names.NUM_LOGITS]),
-    )
-    for name, dims in int32_inputs:
-        g.input(name, TensorProto.INT32, dims)
-    g.output(names.LOGITS, TensorProto.FLOAT, [names.NUM_LOGITS, spec.num_logits])
-    if spec.draft is not None:
-        declare_states(g, spec.draft, spec.hidden_size)
-    declare_pools(g, spec, dtype)
-    declare_slots(g, spec, dtype)
-    tables = rope_tables(g, spec, weights, dtype)
-
-    def attend(layer: int, qkv: str | tuple[str, ...]) -> str:
-        cos, sin = tables[layer]
-        source = spec.kv_source(layer)
-        caches = names.cache_names(source, spec.cache_parts)
-        if source != layer:
-            caches = tuple((present, "") for _, present in caches)
-        return ops.paged_attention(
-            g,
-            qkv,
-            caches,
-            cumulative_sequence_lengths=names.CUMULATIVE_SEQUENCE_LENGTHS,
-            past_sequence_lengths=names.PAST_SEQUENCE_LENGTHS,
-            block_table=names.BLOCK_TABLE,
-            attention_metadata=names.ATTENTION_METADATA,
-            attributes=attributes(spec, layer),
-            cos=cos,
-            sin=sin,
-            sinks=sinks(g, weights, layer),
-        )
-
-    def select(x: str) -> str:
-        return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
-
-    positions = positions_of_tokens(g, spec, weights)
-
-    def mix(layer: int, inputs: DeltaInputs) -> str:
-        assert isinstance(spec.linear, LinearAttentionSpec)
-        return mix_by_slots(g, spec.linear, layer, inputs)
-
-    def scan(layer: int, inputs: SpaceInputs) -> Scanned:
-        assert isinstance(spec.linear, StateSpaceSpec)
-        return scan_by_slots(g, spec.linear, dtype, layer, inputs)
-
-    ways = (mix, scan, partial(convolve_by_slots, g))
-    decoder = Decoder(g, spec, weights, (0,), attend, *ways, positions)
-    normed, hidden = decoder.body(select)
-    decoder.logits(normed)
-    if spec.draft is not None:
-        told = normed if spec.draft.norm_output else hidden
-        last = names.LAST_HIDDEN_STATES
-        g.node("Cast", [told], outputs=[last], name="last.cast", to=TensorProto.FLOAT)
-    return g.build()
-
-
-def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
-    """The graph of onnxruntime-genai's Generator: a batch, an attention mask, one cache each.
-
-    There is none of attention of latents: its operator wants keys and values of every head. Nor of
-    layers with other heads than others, or with the keys and values of others, for
-    onnxruntime-genai knows one size of all caches, and one for each layer. Nor of experts with a
-    GELU, which ONNX Runtime's own operators refuse.
-    """
-    assert spec.has_gqa_graph
-    g = GraphBuilder("gqa")
-    dtype = activation_dtype(weights)
-    g.input(names.INPUT_IDS, TensorProto.INT64, [names.BATCH, "seq"])
-    g.input(names.ATTENTION_MASK, TensorProto.INT64, [names.BATCH, "total_sequence_length"])
-    g.output(names.LOGITS, TensorProto.FLOAT, [names.BATCH, "seq", spec.vocab_size])
-    declare_rows_of_caches(g, spec, dtype)
-    declare_rows(g, spec, dtype)
-    tables = rope_tables(g, spec, weights, dtype)
-    less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
-
-    def attend(layer: int, qkv: str | tuple[str, ...]) -> str:
-        cos, sin = tables[layer]
-        return ops.group_query_attention(
-            g,
-            qkv,
-            names.past_key(layer),
-            names.past_value(layer),
-            (names.present_key(layer), names.present_value(layer)),
-            sequence_lengths_minus_one=less_one,
-            total_sequence_length=longest,
-            attributes=attributes(spec, layer),
-            cos=cos,
-            sin=sin,
-            sinks=sinks(g, weights, layer),
-        )
-
-    padding = None if spec.linear is None else find_padding(g, spec.linear)
-
-    def mix(layer: int, inputs: DeltaInputs) -> str:
-        assert isinstance(spec.linear, LinearAttentionSpec)
-        assert padding is not None
-        return mix_by_rows(g, spec.linear, dtype, padding, layer, inputs)
-
-    def scan(layer: int, inputs: SpaceInputs) -> Scanned:
-        assert isinstance(spec.linear, StateSpaceSpec)
-        assert padding is not None
-        return scan_by_rows(g, spec.linear, padding, layer, inputs)
-
-    def convolve(layer: int, inputs: ConvInputs) -> str:
-        assert padding is not None
-        return convolve_by_rows(g, padding, layer, inputs)
-
-    positions = positions_of_rows(g, spec, weights, less_one)
-    decoder = Decoder(g, spec, weights, (0, 0), attend, mix, scan, convolve, positions)
-    decoder.logits(decoder.body(None)[0])
-    return g.build()

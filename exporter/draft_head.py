@@ -15,11 +15,11 @@ from onnxport.errors import CheckpointError, ExportError
 from onnxport.exporter import golden
 from onnxport.exporter.checkpoint import Checkpoint
 from onnxport.exporter.config import Config
-from onnxport.exporter.decoder import paged_graph
 from onnxport.exporter.families import eagle3, find_family
 from onnxport.exporter.gguf.parts import is_gguf
 from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback
+from onnxport.exporter.paged_graph import paged_graph
 from onnxport.exporter.plan import WeightPlan, check_unused, plan_weights, unused_tensors
 from onnxport.exporter.progress import advance_through
 from onnxport.exporter.sizes import artifact_bytes

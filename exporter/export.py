@@ -17,7 +17,6 @@ from onnxport.exporter.classification import (
     read_score_head,
 )
 from onnxport.exporter.config import Config
-from onnxport.exporter.decoder import gqa_graph, paged_graph
 from onnxport.exporter.draft_head import DraftHead, write_head
 from onnxport.exporter.embedding import embeds_only
 from onnxport.exporter.families import find_family
@@ -25,6 +24,7 @@ from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.eagle3 import is_head
 from onnxport.exporter.formats import Formats
 from onnxport.exporter.gguf.parts import is_gguf
+from onnxport.exporter.gqa_graph import gqa_graph
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.mtp import (
     check_family,
@@ -44,6 +44,7 @@ from onnxport.exporter.notices import (
 )
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.origin import DEFAULT_PRECISION, Origin, open_origin
+from onnxport.exporter.paged_graph import paged_graph
 from onnxport.exporter.plan import WeightPlan, check_unused, plan_weights, unused_tensors
 from onnxport.exporter.progress import advance_through
 from onnxport.exporter.shard import DTYPES
