@@ -1,4 +1,4 @@
-"""What both graphs of a decoder have in common: `paged_graph`, and `gqa_graph` over one contiguous cache.
+"""What both graphs of a decoder share: `paged_graph`, and `gqa_graph` over one contiguous cache.
 
 They share every node but attention and the shapes around it, and every weight. Activations are
 [num_tokens, hidden] in the paged graph and [batch, seq, hidden] in the other.

@@ -28,8 +28,8 @@ from onnxport.exporter.space_layer import (
     SpaceInputs,
 )
 from onnxport.exporter.weights import StoredWeights
+from onnxport.graphs import attention_ops
 from onnxport.graphs import contract as names
-from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
@@ -52,11 +52,11 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     declare_rows_of_caches(g, spec, dtype)
     declare_rows(g, spec, dtype)
     tables = rope_tables(g, spec, weights, dtype)
-    less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
+    less_one, longest = attention_ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
 
     def attend(layer: int, qkv: str | tuple[str, ...]) -> str:
         cos, sin = tables[layer]
-        return ops.group_query_attention(
+        return attention_ops.group_query_attention(
             g,
             qkv,
             names.past_key(layer),

@@ -7,8 +7,8 @@ from onnx import TensorProto
 
 from onnxport.exporter.plan import FINAL_NORM, HEAD
 from onnxport.exporter.weights import StoredWeights
+from onnxport.graphs import attention_ops, ops
 from onnxport.graphs import contract as names
-from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
@@ -60,9 +60,9 @@ def tied_head(g: GraphBuilder, weights: StoredWeights, x: str, *, is_flat: bool)
     return g.node("Reshape", [flat, dims], name="head.unflatten")
 
 
-def attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
+def attributes(spec: ArchSpec, layer: int) -> attention_ops.AttentionAttributes:
     """Attention's attributes. The window counts the query's own token, as the spec's does."""
-    return ops.AttentionAttributes(
+    return attention_ops.AttentionAttributes(
         num_heads=spec.query_heads(layer),
         kv_num_heads=spec.heads_of(layer).num_kv_heads,
         scale=spec.scale_of(layer) if spec.inverse_layer_scale else spec.attention_scale,

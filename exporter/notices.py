@@ -16,8 +16,8 @@ from onnxport.exporter.plan_experts import EXPERTS
 from onnxport.exporter.plan_parts import MatrixPlan
 from onnxport.exporter.source import END, TOKENIZER_FILES, SpecialTokens
 from onnxport.exporter.weights import StreamingWeights
+from onnxport.graphs.attention_ops import ROTARY_MULTIPLE
 from onnxport.graphs.manifest import GRAPH_FILES
-from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.spec import ArchSpec
 
 logger = logging.getLogger(__name__)

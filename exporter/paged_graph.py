@@ -31,8 +31,8 @@ from onnxport.exporter.space_layer import (
     scan_by_slots,
 )
 from onnxport.exporter.weights import StoredWeights
+from onnxport.graphs import attention_ops
 from onnxport.graphs import contract as names
-from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.linear_spec import LinearAttentionSpec, StateSpaceSpec
 from onnxport.graphs.spec import ArchSpec
@@ -65,7 +65,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         caches = names.cache_names(source, spec.cache_parts)
         if source != layer:
             caches = tuple((present, "") for _, present in caches)
-        return ops.paged_attention(
+        return attention_ops.paged_attention(
             g,
             qkv,
             caches,

@@ -64,7 +64,7 @@ def positions_of_tokens(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights)
 def positions_of_rows(
     g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, less_one: str
 ) -> Positions:
-    """Likewise the GQA graph; `less_one` is int32 [batch], see `ops.gqa_sequence_lengths`."""
+    """Likewise the GQA graph; `less_one` is int32 [batch], of `gqa_sequence_lengths`."""
     if not spec.counts_positions:
         return Positions()
     with g.scope(SCOPE, root=True):

@@ -24,6 +24,7 @@ from onnxport.exporter.formats import Formats
 from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.plan import EMBEDDING, HEAD, WeightPlan
 from onnxport.exporter.plan_parts import MatrixPlan, Part
+from onnxport.exporter.products import Product, SumOfProducts
 from onnxport.exporter.quantize import BlockFormat
 from onnxport.exporter.target import Target, to_dtype
 from onnxport.graphs.artifact_writer import ArtifactWriter
@@ -32,7 +33,6 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
 _PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32
-_SMALL_PRODUCT: Final = 1 << 18  # multiplications; OpenBLAS threads what is larger
 
 Array = NDArray[np.float32]
 # [rows, K] in the checkpoint's dtype, and of integers their steps, see `Checkpoint.read_steps`, and
@@ -157,7 +157,7 @@ class StreamingWeights:
 
     def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:
         """See `WeightSource`."""
-        y = self._store(role, _SumOfProducts(x, parts, self._plan.matrices[role].rows))
+        y = self._store(role, SumOfProducts(x, parts, self._plan.matrices[role].rows))
         assert y is not None
         return y
 
@@ -171,11 +171,11 @@ class StreamingWeights:
         assert y is not None
         return y
 
-    def _product(self, role: str, x: Array) -> _Product:
-        return _Product(x, self._plan.matrices[role].rows)
+    def _product(self, role: str, x: Array) -> Product:
+        return Product(x, self._plan.matrices[role].rows)
 
     def _store(
-        self, role: str, product: _Product | _SumOfProducts | None, *, by_rows: bool = False
+        self, role: str, product: Product | SumOfProducts | None, *, by_rows: bool = False
     ) -> Array | None:
         """Store a matrix and its bias; returns what `product` makes of them, float32 [m, N]."""
         plan = self._plan.matrices[role]
@@ -308,7 +308,7 @@ class StreamingWeights:
         target: Target,
         panel: _Panel,
         plan: MatrixPlan,
-        product: _Product | _SumOfProducts | None,
+        product: Product | SumOfProducts | None,
     ) -> None:
         """Convert a panel, times the scale, on all threads, and multiply what was stored."""
         rows = len(panel.raw[0])
@@ -371,59 +371,3 @@ class _Panel:
     def places(self, first: int, last: int) -> slice:
         """Where some of the panel's rows are stored."""
         return slice(self.place + first * self.step, self.place + last * self.step, self.step)
-
-
-class _Product:
-    """`x @ matrix.T`, `group` rows of the matrix at a time.
-
-    Many small products instead of a large one: a BLAS does each on the calling thread, without
-    packing, which is three times as fast here; and its own threads, which would spin while ours
-    work, stay asleep.
-    """
-
-    def __init__(self, x: Array, rows: int) -> None:
-        self._x = np.ascontiguousarray(x.T)  # [K, m]
-        self._y = np.empty((rows, len(x)), np.float32)
-        self.group = max(1, _SMALL_PRODUCT // max(x.size, 1))  # rows of one small product
-
-    def add(self, matrix: Array, where: slice) -> None:
-        """Multiply rows [n, K] of the matrix, which lie at `where` in the whole."""
-        columns, tokens = self._x.shape
-        y = self._y[where]
-        whole = len(matrix) // self.group * self.group
-        groups = matrix[:whole].reshape(-1, self.group, columns)
-        np.matmul(groups, self._x, out=y[:whole].reshape(-1, self.group, tokens))
-        np.matmul(matrix[whole:], self._x, out=y[whole:])
-
-    def result(self, bias: Array | None = None) -> Array:
-        """All of it, float32 [m, rows], and a bias [rows] added."""
-        y = np.ascontiguousarray(self._y.T)
-        return y if bias is None else y + bias
-
-
-class _SumOfProducts:
-    """`x[:, i] @ matrices[i].T + parts[:, i] * biases[i]`, added up over matrices.
-
-    These, and biases, lie one below the other.
-    """
-
-    def __init__(self, x: Array, parts: Array, rows: int) -> None:
-        matrices = x.shape[1]  # of x [m, matrices, K]
-        self._parts = parts
-        self._rows = rows // matrices
-        self._products = [_Product(x[:, i], self._rows) for i in range(matrices)]
-        self.group = self._products[0].group
-
-    def add(self, matrix: Array, where: slice) -> None:
-        """See `_Product`; the rows are of one matrix."""
-        at, first = divmod(where.start, self._rows)
-        self._products[at].add(matrix, slice(first, first + len(matrix)))
-
-    def result(self, biases: Array | None = None) -> Array:
-        """The sum, float32 [m, rows of a matrix]."""
-        y = self._products[0].result()
-        for product in self._products[1:]:
-            y += product.result()
-        if biases is not None:
-            y += np.einsum("mi,ir->mr", self._parts, biases.reshape(-1, self._rows))
-        return y

@@ -17,7 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from onnxport.graphs import contract, ops
+from onnxport.graphs import attention_ops, contract, ops
 from onnxport.graphs.block_transfers import CacheShape
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.paged import PagedAttentionNode, PagedInput
@@ -174,7 +174,7 @@ def _graph(kind: int, case: _Case) -> onnx.ModelProto:
         for name, present in contract.cache_names(0, 2)
     )
     sinks = np.zeros(case.num_heads, numpy_dtype(kind))
-    attention = ops.paged_attention(
+    attention = attention_ops.paged_attention(
         g,
         ops.cast(g, qkv, kind),
         caches,
@@ -182,7 +182,7 @@ def _graph(kind: int, case: _Case) -> onnx.ModelProto:
         past_sequence_lengths=past,
         block_table=table,
         attention_metadata=metadata,
-        attributes=ops.AttentionAttributes(
+        attributes=attention_ops.AttentionAttributes(
             num_heads=case.num_heads,
             kv_num_heads=case.num_kv_heads,
             scale=case.scale,

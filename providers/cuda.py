@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.ops import ROTARY_MULTIPLE
+from onnxport.graphs.attention_ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import LoadOptions, Probe
 from onnxport.providers.device import load_on_device, why_not_started

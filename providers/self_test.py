@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from onnxport.errors import ProviderError
-from onnxport.graphs import contract, ops
+from onnxport.graphs import attention_ops, contract, ops
 from onnxport.graphs.block_transfers import CacheShape
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.inspect import initializers, producers
@@ -180,7 +180,7 @@ def _graph(kind: int, tried: Tried) -> onnx.ModelProto:
     positions = np.arange(max(new + past for rows in tried.steps for new, past in rows))
     angles = np.outer(positions, 0.1 ** np.linspace(0, 3, tried.rotary_dim // 2))
     sinks = np.resize(np.array(SINKS, typed), tried.num_heads)
-    attention = ops.paged_attention(
+    attention = attention_ops.paged_attention(
         g,
         ops.cast(g, qkv, kind),
         caches,
@@ -188,7 +188,7 @@ def _graph(kind: int, tried: Tried) -> onnx.ModelProto:
         past_sequence_lengths=past,
         block_table=table,
         attention_metadata=metadata,
-        attributes=ops.AttentionAttributes(
+        attributes=attention_ops.AttentionAttributes(
             num_heads=tried.num_heads,
             kv_num_heads=tried.num_kv_heads,
             softcap=tried.softcap or None,

@@ -22,8 +22,8 @@ from onnx import TensorProto
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.attention_ops import ROTARY_MULTIPLE
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, DeviceKind, LoadOptions, Probe
 from onnxport.providers.device import load_on_device

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import check_choice, experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.spec import ArchSpec
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, check_heads, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, check_heads, decoder_spec
 from onnxport.exporter.expertsconfig import check_choice
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 _FULL: Final = "full_attention"

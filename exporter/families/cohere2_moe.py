@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, windows_by_type
+from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import (
     FURTHER_LAYERS,
     check_choice,
@@ -16,6 +16,7 @@ from onnxport.exporter.expertsconfig import (
 )
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.cohere import parallel_spec
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.spec import ArchSpec
 

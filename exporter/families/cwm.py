@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.ropeconfig import check_outer, rope_parameters
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 _THETA: Final = 1_000_000.0

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, layer_windows
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.windows import layer_windows
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.spec import ArchSpec
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import corrected_experts, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 _FULL: Final = "full_attention"

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, windows_by_type
+from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gemma import GELU, TENSORS, gemma_spec
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 

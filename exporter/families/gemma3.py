@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, windows_by_type
+from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gemma import TENSORS, gemma_spec
 from onnxport.exporter.families.wrapped import wrapped
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec import ArchSpec
 

@@ -12,11 +12,12 @@ from statistics import NormalDist
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gemma import GELU, TENSORS
 from onnxport.exporter.families.gemma3 import FULL, SLIDING, local_rope, ropes_of
 from onnxport.exporter.families.wrapped import newer_names, wrapped
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.altup_spec import AltUpSpec
 from onnxport.graphs.spec import ArchSpec
 

@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.gemma import GELU, TENSORS
 from onnxport.exporter.families.wrapped import newer_names, wrapped
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.rope_spec import RopeSpec

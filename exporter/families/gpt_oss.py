@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter import mxfp4
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.ropeconfig import rope_parameters
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 _SLIDING: Final = "sliding_attention"

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, windows_by_type
+from onnxport.exporter.config import Config
 from onnxport.exporter.families import granite
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec import ArchSpec
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import (
     check_choice,
     experts_spec,
@@ -17,6 +17,7 @@ from onnxport.exporter.expertsconfig import (
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.lfm3 import whole_ropes
 from onnxport.exporter.ropeconfig import check_outer, rope_from
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.experts_spec import ExpertsSpec
 from onnxport.graphs.spec import ArchSpec
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, windows_by_type
+from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import (
     FURTHER_LAYERS,
     check_choice,
@@ -19,6 +19,7 @@ from onnxport.exporter.families.mtp import FURTHER
 from onnxport.exporter.families.olmo3 import local_rope
 from onnxport.exporter.families.qwen3 import qwen3_spec
 from onnxport.exporter.ropeconfig import rope_by_layer_type
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 _FULL: Final = "full_attention"

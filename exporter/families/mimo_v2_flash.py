@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import (
     FURTHER_LAYERS,
     check_choice,
@@ -19,6 +19,7 @@ from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.granite import checked_multiplier
 from onnxport.exporter.families.lfm3 import whole_ropes
 from onnxport.exporter.ropeconfig import check_outer, rope_from
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.heads_spec import HeadsSpec
 from onnxport.graphs.spec import ArchSpec
 

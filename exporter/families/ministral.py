@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.config import Config, windows_by_type
+from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.olmo2 import olmo_spec
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.rope_spec import RopeSpec
 from onnxport.graphs.spec import ArchSpec
 

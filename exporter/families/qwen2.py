@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, context_within, decoder_spec, layer_windows
+from onnxport.exporter.config import Config, context_within, decoder_spec
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.windows import layer_windows
 from onnxport.graphs.spec import ArchSpec
 
 _CHUNKS: Final = "dual_chunk_attention_config"

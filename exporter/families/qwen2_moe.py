@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from onnxport.errors import UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, windows_by_type
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.expertsconfig import experts_spec, with_experts
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.qwen3_moe import sparse_layers
+from onnxport.exporter.windows import windows_by_type
 from onnxport.graphs.spec import ArchSpec
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from onnxport.exporter.config import Config, decoder_spec, layer_windows
+from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.windows import layer_windows
 from onnxport.graphs.spec import ArchSpec
 
 

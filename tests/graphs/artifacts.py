@@ -11,8 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from onnxport.graphs import attention_ops, ops
 from onnxport.graphs import contract as c
-from onnxport.graphs import ops
 from onnxport.graphs.artifact import Artifact, Manifest, Source
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.builder import GraphBuilder
@@ -151,7 +151,7 @@ class Decoder:
         normed, total = ops.skip_rms_norm(g, x, x, norm, SPEC.rms_norm_eps)
         bias = self.weight(f"layers.{layer}.qkv.bias", self.draw(SPEC.qkv_size))
         qkv = self.linear(f"layers.{layer}.qkv", normed, SPEC.qkv_size, bias)
-        out = ops.paged_attention(
+        out = attention_ops.paged_attention(
             g,
             qkv,
             c.cache_names(layer, 2),
@@ -159,7 +159,7 @@ class Decoder:
             past_sequence_lengths=c.PAST_SEQUENCE_LENGTHS,
             block_table=c.BLOCK_TABLE,
             attention_metadata=c.ATTENTION_METADATA,
-            attributes=ops.AttentionAttributes(
+            attributes=attention_ops.AttentionAttributes(
                 num_heads=SPEC.num_heads,
                 kv_num_heads=SPEC.num_kv_heads,
                 local_window_size=SPEC.sliding_window[layer],

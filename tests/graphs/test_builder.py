@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto
 
+from onnxport.graphs import attention_ops, ops
 from onnxport.graphs import contract as c
-from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.tensors import TensorRef
 from tests.graphs.paged_models import start
@@ -147,7 +147,7 @@ def test_a_quantized_table_serves_embedding_and_head(bits: int, bias: bool) -> N
 def test_gqa_lengths_come_from_the_mask() -> None:
     g = GraphBuilder("lengths")
     mask = g.input(c.ATTENTION_MASK, TensorProto.INT64, [c.BATCH, "total"])
-    less_one, total = ops.gqa_sequence_lengths(g, mask)
+    less_one, total = attention_ops.gqa_sequence_lengths(g, mask)
     g.output(less_one, TensorProto.INT32, [c.BATCH])
     g.output(total, TensorProto.INT32, [])
     feed = {c.ATTENTION_MASK: np.array([[1, 1, 1, 1], [1, 1, 0, 0]])}

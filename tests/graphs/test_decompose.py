@@ -14,8 +14,8 @@ from onnx import TensorProto
 from onnx.reference import ReferenceEvaluator
 
 from onnxport.errors import ArtifactError
+from onnxport.graphs import attention_ops
 from onnxport.graphs import contract as c
-from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.decompose import Bounds, decompose
 from tests.graphs.paged_models import (
@@ -335,7 +335,7 @@ def gqa_model(case: Case) -> onnx.ModelProto:
     caches = [g.input(name, TensorProto.FLOAT, shape) for name in ("k", "v")]
     presents = [g.output(name, TensorProto.FLOAT, None) for name in ("ko", "vo")]
     rope = {"do_rotary": case.cosine is not None, "rotary_interleaved": case.interleaved}
-    attributes = ops.AttentionAttributes(
+    attributes = attention_ops.AttentionAttributes(
         num_heads=case.num_heads,
         kv_num_heads=case.kv_heads,
         scale=case.scale,
@@ -344,7 +344,7 @@ def gqa_model(case: Case) -> onnx.ModelProto:
         **rope,
     )
     tables = {} if case.cosine is None else {"cos": case.cosine, "sin": case.sine}
-    out = ops.group_query_attention(
+    out = attention_ops.group_query_attention(
         g,
         qkv,
         *caches,
