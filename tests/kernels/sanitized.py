@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import tempfile
 from pathlib import Path
 
 from onnxport.providers.cpu.library import load_library
@@ -16,6 +17,7 @@ from tests.kernels import (
     experts_cases,
     float_experts_cases,
     fp4_cases,
+    gather_cases,
     latent_cases,
     linear_cases,
     matmul_cases,
@@ -99,6 +101,9 @@ def main() -> None:
             for isa in isas:
                 library.onnxport_cpu_set_isa(isa.encode())
                 linear_cases.check(linear, linear_cases.run(path, linear))
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 2):
+            gather_cases.check(path, Path(folder), gather_cases.random_case(seed))
     for feeds in BAD_INPUTS.values():
         with contextlib.suppress(Exception):
             run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)

@@ -8,67 +8,27 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 
-from tests.kernels import matmul_cases
+from tests.kernels.gather_cases import (
+    FLOATS,
+    check,
+    gathered,
+    model,
+    open_model,
+    quantized,
+    random_case,
+    stored,
+    tensor,
+)
 
 Array = NDArray[Any]
 IDS = np.array([[5, 0, 5], [1, 2, 6]], np.int64)
-FLOATS = {
-    np.float32: TensorProto.FLOAT,
-    np.float16: TensorProto.FLOAT16,
-    ml_dtypes.bfloat16: TensorProto.BFLOAT16,
-}
 LINUX = pytest.mark.skipif(platform.system() != "Linux", reason="tables stay in memory elsewhere")
-
-
-def model(ours: bool, tensors: list[TensorProto], **sizes: int) -> onnx.ModelProto:
-    """Rows of a table "t"; with scales "s" of one in 8 bits."""
-    names = [tensor.name for tensor in tensors]
-    inputs = [names[0], "ids", *names[1:]]
-    values = ["rows"] if len(names) > 1 or ours else ["stored"]
-    if ours:
-        node = helper.make_node("GatherRows", inputs, values, domain="onnxport", **sizes)
-    elif len(names) > 1:
-        kind = {"bits": 8, "gather_axis": 0, "quantize_axis": 1}
-        op, domain = "GatherBlockQuantized", "com.microsoft"
-        node = helper.make_node(op, inputs, values, domain=domain, **kind, **sizes)
-    else:
-        node = helper.make_node("Gather", inputs, values)
-    nodes = [node]
-    if values == ["stored"]:
-        nodes.append(helper.make_node("Cast", values, ["rows"], to=TensorProto.FLOAT))
-    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, None)
-    rows = helper.make_tensor_value_info("rows", TensorProto.FLOAT, None)
-    graph = helper.make_graph(nodes, "test", [ids], [rows], tensors)
-    opsets = [
-        helper.make_opsetid(*one) for one in (("", 21), ("onnxport", 1), ("com.microsoft", 1))
-    ]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
-
-
-def tensor(name: str, values: Array) -> TensorProto:
-    kind = helper.np_dtype_to_tensor_dtype(values.dtype)
-    return helper.make_tensor(name, kind, values.shape, values.tobytes(), raw=True)
-
-
-def quantized(rows: int, width: int, block: int, scale: type) -> list[TensorProto]:
-    dice = np.random.default_rng(rows + width)
-    table: Array = dice.integers(0, 256, (rows, width)).astype(np.uint8)
-    scales: Array = dice.standard_normal((rows, width // block)).astype(scale)
-    return [tensor("t", table), tensor("s", scales)]
-
-
-def gathered(library: Path, made: onnx.ModelProto, ids: Array) -> Array:
-    session = matmul_cases.session(library, made.SerializeToString())
-    found: Array = session.run(None, {"ids": ids})[0]
-    return found
 
 
 @pytest.mark.parametrize("scale", [np.float32, np.float16])
@@ -101,6 +61,12 @@ def test_rows_of_floats_are_those_of_the_runtime(
     assert gathered(library_path, model(True, tensors), IDS).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("seed", range(0, 96, 8))
+def test_rows_of_random_tables(library_path: Path, tmp_path: Path, seed: int) -> None:
+    for one in (seed, seed + 1):
+        check(library_path, tmp_path, random_case(one))
+
+
 def test_there_may_be_no_rows_and_very_many(library_path: Path) -> None:
     made = model(True, quantized(7, 64, 16, np.float16), block_size=16)
     assert gathered(library_path, made, IDS[:0]).shape == (0, 3, 64)
@@ -124,26 +90,17 @@ def test_blocks_that_do_not_fit_are_refused(library_path: Path, block: int) -> N
         gathered(library_path, made, IDS)
 
 
-def stored(folder: Path, tensors: list[TensorProto], **sizes: int) -> Path:
-    """A model whose tensors are in a file beside it."""
-    made = model(True, tensors, **sizes)
-    place = folder / "model.onnx"
-    onnx.save_model(
-        made, place, save_as_external_data=True, location="model.onnx.data", size_threshold=0
-    )
-    return place
-
-
-def open_model(library: Path, place: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 2
-    options.register_custom_ops_library(str(library))
-    return ort.InferenceSession(str(place), options, providers=["CPUExecutionProvider"])
-
-
 def resident_mib() -> float:
     with Path("/proc/self/statm").open() as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / (1 << 20)
+
+
+def test_floats_with_scales_are_refused(library_path: Path) -> None:
+    floats: Array = np.ones((7, 64), np.float32)
+    scales: Array = np.ones((7, 4), np.float32)
+    made = model(True, [tensor("t", floats), tensor("s", scales)], block_size=16)
+    with pytest.raises(Exception, match="a table of floats has no scales"):
+        gathered(library_path, made, IDS)
 
 
 @LINUX

@@ -146,6 +146,9 @@ std::unique_ptr<GatherKernel> make_kernel(const Api& api, const ort::KernelInfo*
     const int64_t scales = elements(table) / kernel->block_size;
     kernel->scales.open(read_floats(api, info, kName, kScales, "scales", scales),
                         scales * bytes_of(kScaleType));
+  } else {
+    check(api.constant_input(info, kScales, &is_constant, &value));
+    if (is_constant) fail(api, ort::kInvalidArgument, "%s: a table of floats has no scales", kName);
   }
   kernel->table.open(table.data, elements(table) * bytes_of(kStored));
   return kernel;
