@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from onnxport.errors import UnsupportedModelError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.qwen3_next import check_said
@@ -65,6 +65,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         epsilon=_EPSILON,
     )
     size = config.get("word_embed_proj_dim", int, spec.hidden_size)
+    if size < 1:
+        raise CheckpointError(f"{config.path}: word_embed_proj_dim is {size}; it must be above 0.")
     return replace(
         check_own_heads(config, spec),
         embedding_size=None if size == spec.hidden_size else size,
