@@ -144,6 +144,7 @@ def read_score_head(
                 "name the tokens that judge with --classifier-from-token, or leave it out."
             )
         return None
+    _check_head(config, spec, head)
     written = _template(config, files, head, template)
     if head.generates and written is None:
         logger.warning(
@@ -195,16 +196,32 @@ def _by_tokens(
             f"{config.path}: method is {method}, which is of two tokens, and "
             f"classifier_from_token names {len(ids)}."
         )
-    if spec.logits_softcap is not None:
-        raise UnsupportedModelError(
-            f"{config.path}: the model's logits are capped, and a score head of rows of its head "
-            "would not be; supported are models without a cap."
-        )
     labels = labels[-1:] if is_difference else labels
     found = ClassificationSpec(
         labels=labels, activation=_activation(config, folder, len(labels), of_tokens=True)
     )
     return ScoreHead(found, None, ids, is_difference)
+
+
+def _check_head(config: Config, spec: ArchSpec, head: ScoreHead) -> None:
+    """Raise UnsupportedModelError where a product of the last states is not what judges."""
+    if spec.embedding_size is not None:
+        raise UnsupportedModelError(
+            f"{config.path}: the model's head reads {spec.embedding_size} numbers of a product "
+            f"behind the {spec.hidden_size} of its layers, and a score head would read the latter; "
+            "supported are models without that product."
+        )
+    if not head.generates:
+        return
+    for found, what in (
+        (spec.logits_softcap is not None, "are capped"),
+        (bool(spec.head_bias), "have biases"),
+    ):
+        if found:
+            raise UnsupportedModelError(
+                f"{config.path}: the model's logits {what}, and a score head of rows of its head "
+                "would not make them; supported are models whose logits are a product alone."
+            )
 
 
 def _of_modules(folder: Path, spec: ArchSpec) -> tuple[int, ...] | None:

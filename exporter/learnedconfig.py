@@ -49,12 +49,14 @@ def gpt_config(config: Config) -> Config:
     """Likewise with GPT-2's keys; layers are four times as wide within where nothing is said.
 
     What is dropped in training, how sequences are summed up, and the length of a mask that older
-    releases of transformers kept change no logit.
+    releases of transformers kept change no logit; nor do keys of older releases, which no class of
+    today reads.
     """
     config.ignore(
         *("n_ctx", "embedding_dropout", "attention_softmax_in_fp32"),
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
         *("summary_type", "summary_use_proj"),
+        *("_num_labels", "n_special", "output_past", "predict_special_tokens"),
     )
     found = renamed(config, GPT_KEYS)
     if not found.has("intermediate_size"):

@@ -24,7 +24,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         )
     values = gpt_config(config)
     heads = max(values.require("num_attention_heads", int), 1)
-    head = values.require("hidden_size", int) // heads
+    head = max(values.require("hidden_size", int) // heads, 1)
     size = config.get("rotary_dim", int, head if config.is_null("rotary_dim") else 64)
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": size / head}
     spec = check_own_heads(

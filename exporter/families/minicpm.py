@@ -7,25 +7,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.granite import checked_multiplier
 from onnxport.exporter.families.minicpm3 import multiplied
 from onnxport.graphs.spec import ArchSpec
 
-_DENOMINATOR: Final = "mup_denominator"
-
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """MiniCPM: the head is the embedding unless told otherwise; no experts, no sparse attention."""
+    config.ignore("mup_denominator")  # of draft heads alone
     spec = decoder_spec(config, family="minicpm", tied=True, context_length=context_length)
-    layers = config.get(_DENOMINATOR, float, float(spec.num_layers))
-    if layers != spec.num_layers:
-        raise UnsupportedModelError(
-            f"{config.path}: {_DENOMINATOR} is {layers}; supported is num_hidden_layers, by which "
-            "those who serve this model divide. Remove it if it is of training."
-        )
     embedding, depth, base = (
         checked_multiplier(config, key, config.require(key, float))
         for key in ("scale_emb", "scale_depth", "dim_model_base")

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from onnxport.errors import UnsupportedModelError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.families.qwen3_next import check_said
 from onnxport.exporter.learnedconfig import check_own_heads, learned_spec, renamed
 from onnxport.graphs.spec import ArchSpec
 
 _KEYS: Final = {"hidden_act": "activation_function", "intermediate_size": "ffn_dim"}
 # What is dropped or drawn in training.
 _TRAINING: Final = ("activation_dropout", "dropout", "init_std", "layerdrop")
+# What Galactica's files say, which no class reads.
+_SAID: Final = {"learned_embeddings": (True,), "scale_embeddings": (False,)}
 _AFFINE: Final = "layer_norm_elementwise_affine"
 _EPSILON: Final = "layer_norm_eps"  # which no file has
 _NAMES: Final = TensorNames(
@@ -35,6 +38,7 @@ _NAMES: Final = TensorNames(
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """OPT: a ReLU and biases unless told otherwise; the head is the embedding."""
     config.ignore(*_TRAINING)
+    check_said(config, _SAID)
     if not config.get(_AFFINE, bool, True):
         raise UnsupportedModelError(
             f"{config.path}: {_AFFINE} is False, LayerNorms without weights, which is not "
@@ -61,6 +65,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         epsilon=_EPSILON,
     )
     size = config.get("word_embed_proj_dim", int, spec.hidden_size)
+    if size < 1:
+        raise CheckpointError(f"{config.path}: word_embed_proj_dim is {size}; it must be above 0.")
     return replace(
         check_own_heads(config, spec),
         embedding_size=None if size == spec.hidden_size else size,

@@ -112,7 +112,8 @@ def causal(made: dict[str, Path], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi", "phi3", "glm"]
+    "family",
+    ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi", "phi3", "glm", "gptj"],
 )
 def test_labels_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     make(family, tmp_path / "checkpoint")
@@ -395,10 +396,26 @@ def test_modules_that_cannot_judge_are_refused(
         export_model(causal, tmp_path / "artifact", FP32)
 
 
-def test_a_head_whose_logits_are_capped_is_refused(tmp_path: Path) -> None:
-    checkpoints.make(checkpoints.CASES["gemma2"], tmp_path / "checkpoint")
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("gemma2", "logits are capped"),
+        ("gptj", "logits have biases"),
+        ("opt-350m", "reads 48 numbers of a product behind the 64"),
+    ],
+)
+def test_a_head_that_is_more_than_a_product_is_refused(
+    case: str, words: str, tmp_path: Path
+) -> None:
+    checkpoints.make(checkpoints.CASES[case], tmp_path / "checkpoint")
     logit_score(tmp_path / "checkpoint", {"true_token_id": 9})
-    with pytest.raises(UnsupportedModelError, match="logits are capped"):
+    with pytest.raises(UnsupportedModelError, match=words):
+        export_model(tmp_path / "checkpoint", tmp_path / "artifact", FP32)
+
+
+def test_a_score_head_behind_a_product_is_refused(tmp_path: Path) -> None:
+    make("opt-350m", tmp_path / "checkpoint")
+    with pytest.raises(UnsupportedModelError, match="reads 48 numbers of a product behind the 64"):
         export_model(tmp_path / "checkpoint", tmp_path / "artifact", FP32)
 
 

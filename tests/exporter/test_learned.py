@@ -157,6 +157,10 @@ def test_falcon() -> None:
         ("opt", {"num_key_value_heads": 2}, "num_key_value_heads is 2; of opt each of 4"),
         ("opt", {"hidden_act": "gelu"}, "activation_function is 'relu' and hidden_act is 'gelu'"),
         ("opt", {"activation_function": "tanh"}, "hidden_act is 'tanh'"),
+        ("gptj", {"n_embd": 0}, "rotary_dim 0 must be positive"),
+        ("gptj", {"n_embd": 3, "rotary_dim": None}, "rotary_dim 0 must be positive"),
+        ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
+        ("opt", {"scale_embeddings": True}, "scale_embeddings is True"),
         ("opt", {"layer_norm_eps": 1e-6}, "layer_norm_eps is 1e-06; transformers"),
         ("gpt2", {"rope_theta": 5e5}, "rope_theta = 500000.0"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true"),
@@ -183,6 +187,18 @@ def test_what_would_change_the_result_is_refused(
 ) -> None:
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read({**config(family), **changes})
+
+
+@pytest.mark.parametrize(
+    ("family", "further"),
+    [
+        ("gpt2", {"n_special": 0, "predict_special_tokens": True, "output_past": True}),
+        ("gpt2", {"_num_labels": 1}),
+        ("opt", {"learned_embeddings": True, "scale_embeddings": False, "enable_bias": True}),
+    ],
+)
+def test_what_published_files_say_besides(family: str, further: dict[str, Any]) -> None:
+    assert read({**config(family), **further}) == read(config(family))
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "gpt_bigcode"])

@@ -241,7 +241,6 @@ def configuration(family: str, **changes: Any) -> dict[str, Any]:
         ("orion", {"attention_bias": True}, "attention_bias"),
         ("minicpm", {"scale_depth": 0.0}, "scale_depth is 0.0"),
         ("minicpm", {"dim_model_base": None}, "lacks the key 'dim_model_base'"),
-        ("minicpm", {"mup_denominator": 32}, "mup_denominator is 32.0"),
         ("minicpm", {"num_experts": 8}, "num_experts"),
         ("minicpm", {"hidden_act": "fatrelu"}, "hidden_act is 'fatrelu'"),
         ("mimo", {"attention_bias": False}, "attention_bias is False"),
@@ -253,6 +252,11 @@ def test_what_would_change_the_result_is_refused(
     assert read(configuration(family)).family == family
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         read(configuration(family, **changes))
+
+
+def test_the_fourth_minicpm_says_what_its_draft_heads_divide_by() -> None:
+    values = configuration("minicpm")
+    assert read({**values, "mup_denominator": 32}) == read(values)
 
 
 def adapted(folder: Path, base: ArchSpec, parent: str = "model") -> LoraAdapter:
