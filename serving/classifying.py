@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
@@ -16,7 +17,7 @@ from onnxport.graphs.classification_spec import (
     Activation,
     read_score_head,
 )
-from onnxport.serving.pooling import Embedder, Pooler, PoolingParams
+from onnxport.serving.pooling import Embedder, Pooler, PoolingParams, Rows
 
 if TYPE_CHECKING:
     from onnxport.graphs.artifact import Artifact
@@ -91,22 +92,33 @@ class Classifier:
             state: what the final norm makes of the last token, float32 [hidden].
             activated: whether these are probabilities, and not what the head gives.
         """
-        logits = self.weight @ state.astype(np.float64)
-        if not activated or self.activation == "none":
-            return logits.astype(np.float32)
-        if self.activation == "sigmoid":
+        found: Floats = self.judge_each(state[None], activated=activated)[0]
+        return found
+
+    def judge_each(self, states: Floats, *, activated: bool) -> Floats:
+        """Return the number of each label for each of some tokens, float32 [num_tokens, labels].
+
+        Args:
+            states: what the final norm makes of the tokens, float32 [num_tokens, hidden].
+            activated: see `judge`.
+        """
+        # One by one: what becomes of a token does not depend on how many there are.
+        found = np.stack([self.weight @ state for state in states.astype(np.float64)])
+        if activated and self.activation == "sigmoid":
             # exp of what is not positive: neither branch overflows.
-            small = np.exp(-np.abs(logits))
-            return np.where(logits >= 0, 1 / (1 + small), small / (1 + small)).astype(np.float32)
-        parts = np.exp(logits - logits.max())
-        shares: Floats = (parts / parts.sum()).astype(np.float32)
-        return shares
+            small = np.exp(-np.abs(found))
+            found = np.where(found >= 0, 1 / (1 + small), small / (1 + small))
+        elif activated and self.activation != "none":
+            parts = np.exp(found - found.max(axis=1, keepdims=True))
+            found = parts / parts.sum(axis=1, keepdims=True)
+        numbers: Floats = found.astype(np.float32)
+        return numbers
 
 
 class ClassPooler:
     """What a score head makes of one prompt, while its tokens are computed; see `Pooler`."""
 
-    __slots__ = ("_activated", "_classifier", "_pooler")
+    __slots__ = ("_judge", "_pooler", "_rows")
 
     def __init__(
         self, classifier: Classifier, num_tokens: int, *, activated: bool, per_token: bool = False
@@ -119,28 +131,26 @@ class ClassPooler:
             activated: see `Classifier.judge`.
             per_token: whether each token is judged, and not the last one.
         """
-        self._classifier = classifier
-        self._activated = activated
-        self._pooler = Pooler(_LAST, PoolingParams(per_token=per_token), num_tokens)
+        self._judge = partial(classifier.judge_each, activated=activated)
+        self._pooler = Pooler(_LAST, PoolingParams(), num_tokens)
+        self._rows = Rows(self._judge) if per_token else None
 
     def read(self, first: int, states: Floats) -> None:
         """Read what the model has made of tokens; see `Pooler.read`."""
-        self._pooler.read(first, states)
+        (self._rows or self._pooler).read(first, states)
 
     def vector(self) -> Floats | None:
         """Return the number of each label, float32 [labels]; None: one is not finite.
 
         Those of each token are a row of [num_tokens, labels].
         """
-        states = self._pooler.vector()
-        if states is None:
+        if self._rows is not None:
+            return self._rows.found()
+        state = self._pooler.vector()
+        if state is None:
             return None
         with np.errstate(all="ignore"):  # of numbers beyond float32
-            judged = [
-                self._classifier.judge(state, activated=self._activated)
-                for state in np.atleast_2d(states)
-            ]
-            found = np.stack(judged) if states.ndim > 1 else judged[0]
+            [found] = self._judge(state[None])
         return found if np.isfinite(found).all() else None
 
 

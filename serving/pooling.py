@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,6 +210,36 @@ class Embedder:
             )
 
 
+class Rows:
+    """What is made of each token of a prompt, while these are computed; see `Pooler`.
+
+    It is made step by step, so that no step takes the time of a whole prompt, and what the model
+    made of tokens is not kept.
+    """
+
+    __slots__ = ("_finish", "_found", "num_read")
+
+    def __init__(self, finish: Callable[[Floats], Floats]) -> None:
+        """Begin without any; `finish` makes rows of states, float32 [num_tokens, hidden]."""
+        self._finish = finish
+        self._found: list[Floats] = []
+        self.num_read = 0  # tokens, the first ones
+
+    def read(self, first: int, states: Floats) -> None:
+        """Read what the model has made of tokens; see `Pooler.read`."""
+        end = first + len(states)
+        assert first <= self.num_read, f"tokens {self.num_read} to {first} were not told of"
+        if end > self.num_read:
+            with np.errstate(all="ignore"):  # of numbers that are not finite
+                self._found.append(self._finish(states[self.num_read - first :]))
+            self.num_read = end
+
+    def found(self) -> Floats | None:
+        """Return a row for each token, in memory of their own; None: one is not finite."""
+        rows = np.concatenate(self._found)
+        return rows if np.isfinite(rows).all() else None
+
+
 class Pooler:
     """The vector of one prompt, or of each of its tokens, while these are computed.
 
@@ -244,8 +274,7 @@ class Pooler:
         self._num_tokens = num_tokens
         self._read = 0  # tokens, the first ones
         self._pooled: NDArray[np.float64] | None = None  # their sum, or what is of the last one
-        # What is of each token, once that is asked for.
-        self._rows: list[Floats] | None = [] if params.per_token else None
+        self._rows = Rows(self._finished) if params.per_token else None  # of each token
 
     def read(self, first: int, states: Floats) -> None:
         """Read what the model has made of tokens.
@@ -256,10 +285,8 @@ class Pooler:
         """
         end = first + len(states)
         if self._rows is not None:
-            assert first <= self._read, f"tokens {self._read} to {first} were not told of"
-            if end > self._read:
-                self._rows.append(states[self._read - first :].astype(np.float32))
-                self._read = end
+            self._rows.read(first, states)
+            self._read = self._rows.num_read
             return
         if self.pooling == "last":
             if end == self._num_tokens:
@@ -283,23 +310,21 @@ class Pooler:
         That of each token is a row of [num_tokens, dimensions]. All tokens have been read.
         """
         assert self._read == self._num_tokens, f"{self._read} of {self._num_tokens} tokens read"
+        if self._rows is not None:
+            return self._rows.found()
+        assert self._pooled is not None
+        pooled = self._pooled
         with np.errstate(all="ignore"):  # of numbers that are not finite
-            if self._rows is not None:
-                rows = (row for rows in self._rows for row in rows)
-                vector = np.stack([self._finished(row.astype(np.float64)) for row in rows])
-            else:
-                assert self._pooled is not None
-                pooled = self._pooled
-                is_mean = self.pooling == "mean"
-                vector = self._finished(pooled / self._num_tokens if is_mean else pooled)
+            is_mean = self.pooling == "mean"
+            [vector] = self._finished((pooled / self._num_tokens if is_mean else pooled)[None])
         return vector if np.isfinite(vector).all() else None
 
-    def _finished(self, pooled: NDArray[np.float64]) -> Floats:
-        """Return what was pooled with its dimensions and its length."""
-        pooled = pooled[: self._dimensions]
+    def _finished(self, pooled: NDArray[Any]) -> Floats:
+        """Return each row of what was pooled with its dimensions and its length."""
+        pooled = pooled[:, : self._dimensions].astype(np.float64)
         if self._normalizes:
-            length = _length(pooled, self._norm)
-            pooled = pooled / length if length != 0 else pooled
+            lengths = np.array([_length(row, self._norm) for row in pooled])
+            pooled /= np.where(lengths == 0, 1, lengths)[:, None]
         found: Floats = pooled.astype(np.float32)
         return found
 

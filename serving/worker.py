@@ -96,6 +96,11 @@ class AsyncEngine(AsyncPoolingMethods):
         return self._engine.adapters.loaded
 
     @property
+    def has_all_adapters(self) -> bool:
+        """Whether as many are loaded as may be, so that another has to make room for one more."""
+        return self._engine.adapters.is_full
+
+    @property
     def prefix_caching(self) -> bool:
         """Whether K/V that another request has computed are used again."""
         return self._engine.config.enable_prefix_caching

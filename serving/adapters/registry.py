@@ -44,8 +44,8 @@ class AdapterRegistry:
     in them is known by `serving/adapters/model_slots.py`. Requests may also use a mix of adapters,
     see `serving/adapters/mixes.py`; it is forgotten when nobody uses it and it has lost its slot.
 
-    `loaded`, `scales`, `find`, `pick` and `read` are for any thread; all else belongs to the
-    engine's, between steps.
+    `loaded`, `is_full`, `scales`, `find`, `pick` and `read` are for any thread; all else belongs to
+    the engine's, between steps.
 
     Attributes:
         reader: what reads adapters; None: they are PEFT's folders.
@@ -105,6 +105,11 @@ class AdapterRegistry:
     def num_held(self) -> int:
         """Adapters in host memory: the loaded ones, and those that were unloaded and are in use."""
         return len(self._entries) - len(self._mixes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many are held as may be, of a model that has slots at all."""
+        return 0 < self._most <= self.num_held
 
     @property
     def scales(self) -> Mapping[str, float]:

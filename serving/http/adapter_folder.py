@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onnxport.errors import (
+    AdapterError,
     OverloadedError,
     PlacesTakenError,
     RequestError,
@@ -18,6 +19,7 @@ from onnxport.errors import (
 )
 from onnxport.serving.adapters.adapter import Adapter
 from onnxport.serving.adapters.peft_config import CONFIG_FILE
+from onnxport.serving.calls import in_a_thread
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,11 @@ class Adapters(Protocol):
     @property
     def adapters(self) -> Sequence[Adapter]:
         """Those that are loaded."""
+        ...
+
+    @property
+    def has_all_adapters(self) -> bool:
+        """Whether as many are loaded as may be."""
         ...
 
     async def load_adapter(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
@@ -52,9 +59,11 @@ class AdapterFolder:
     """
 
     path: Path
-    _own: dict[str, None] = field(default_factory=dict)  # loaded here, the longest unused first
+    # The numbers of those that were loaded here, the longest unused first.
+    _own: dict[str, int] = field(default_factory=dict)
     _asking: Counter[str] = field(default_factory=Counter)  # tasks of requests that name one
-    _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _coming: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # each is read once
+    _going: set[str] = field(default_factory=set)  # are being unloaded
 
     def __post_init__(self) -> None:
         if not self.path.is_dir():
@@ -71,47 +80,66 @@ class AdapterFolder:
             OverloadedError: requests use all adapters that could make room.
             OnnxportError: the device fails, or the engine is closed.
         """
-        is_known = name in self._own or _has(engine, name)
-        if not is_known and await asyncio.to_thread(self._find, name) is None:
-            return
         self._hold(name)
-        async with self._turns:
-            if not _has(engine, name):
-                path = await asyncio.to_thread(self._find, name)
-                if path is not None:
-                    await self._load(engine, name, path)
-                    self._own[name] = None
-            if name in self._own:
-                self._own[name] = self._own.pop(name)
+        if name in self._going or _number(engine, name) is None:
+            # Whoever waits for it may go away, and others wait for the same.
+            await asyncio.shield(self._coming.get(name) or self._begin(engine, name))
+        if name in self._own:
+            self._own[name] = self._own.pop(name)
 
-    async def _load(self, engine: Adapters, name: str, path: Path) -> None:
-        while True:
+    def _begin(self, engine: Adapters, name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._load(engine, name))
+
+        def end(_: asyncio.Task[None]) -> None:
+            del self._coming[name]
+            if not task.cancelled():
+                task.exception()  # which those that wait have, if there still are any
+
+        self._coming[name] = task
+        task.add_done_callback(end)
+        return task
+
+    async def _load(self, engine: Adapters, name: str) -> None:
+        path = await in_a_thread(lambda: self._find(name))
+        while path is not None:
+            # What has no place is not read.
+            if engine.has_all_adapters and not await self._make_room(engine):
+                raise OverloadedError(
+                    f"the adapter {name!r} has no place now: as many are loaded as may be "
+                    "(--max-cpu-loras, --max-loras), and requests use all that could make room; "
+                    "send it again later",
+                    RETRY_AFTER_S,
+                )
             try:
-                await engine.load_adapter(name, path)
-            except PlacesTakenError as error:
-                if not await self._make_room(engine):
-                    raise OverloadedError(
-                        f"the adapter {name!r} has no place now: {error}", RETRY_AFTER_S
-                    ) from error
-            else:
-                logger.info("loaded the adapter %s from %s, as a request names it", name, path)
-                return
+                adapter = await engine.load_adapter(name, path)
+            except PlacesTakenError:  # by another, while it was read
+                continue
+            except AdapterError:
+                if _number(engine, name) is None:
+                    raise
+                return  # somebody has loaded one by this name meanwhile
+            self._own[name] = adapter.number
+            logger.info("loaded the adapter %s from %s, as a request names it", name, path)
+            return
 
     async def _make_room(self, engine: Adapters) -> bool:
         """Unload the one that is unused for the longest; False: all are in use, or not from here.
 
-        Those that somebody unloaded meanwhile are no more than forgotten.
+        Those that somebody unloaded or replaced meanwhile are no more than forgotten.
         """
-        for name in [name for name in self._own if not _has(engine, name)]:
+        for name in [name for name, one in self._own.items() if _number(engine, name) != one]:
             del self._own[name]
         idle = next((name for name in self._own if not self._asking[name]), None)
         if idle is None:
             return False
         del self._own[idle]
+        self._going.add(idle)
         try:
             await engine.unload_adapter(idle)
         except UnknownAdapterError:
             logger.debug("the adapter %s was unloaded meanwhile", idle)
+        finally:
+            self._going.discard(idle)
         return True
 
     def _find(self, name: str) -> Path | None:
@@ -142,5 +170,5 @@ class AdapterFolder:
         task.add_done_callback(release)
 
 
-def _has(engine: Adapters, name: str) -> bool:
-    return any(one.name == name for one in engine.adapters)
+def _number(engine: Adapters, name: str) -> int | None:
+    return next((one.number for one in engine.adapters if one.name == name), None)

@@ -221,8 +221,11 @@ async def ask(app: ASGIApp, line: Line) -> Answer:
             parts.append(message.get("body", b""))
             is_whole = not message.get("more_body", False)
 
-    try:
+    async def run() -> None:
         await app(_scope(line), receive, send)
+
+    try:
+        await asyncio.create_task(run())  # as in a server: a request ends with its task
     except Exception:  # a bug is answered with a 500 and logged, and then raised to servers
         if not is_whole:
             raise

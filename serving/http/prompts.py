@@ -27,8 +27,12 @@ def _prompt(value: Any) -> Any:
     raise PydanticCustomError("union", "should be {what}", {"what": what})
 
 
-def text_of(value: Any) -> Any:
+def text_of(value: Any, between: str = "") -> Any:
     """Return the text of an object that llama.cpp has for one, and anything else as it is.
+
+    Args:
+        value: that is sent.
+        between: what joins the texts of several parts; those that are empty are none.
 
     Raises:
         PydanticCustomError: there is more in it than text.
@@ -39,7 +43,7 @@ def text_of(value: Any) -> Any:
         case {"prompt_string": str(text)} if len(value) == 1:
             return text
         case {"content": [_, *_] as parts} if len(value) == 1 and all(map(_is_text, parts)):
-            return "".join(part["text"] for part in parts)
+            return between.join(part["text"] for part in parts if part["text"])
         case {"prompt_string": str(), "multimodal_data": _} | {"content": [_, *_]}:
             raise PydanticCustomError(
                 "text_only",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
@@ -24,12 +25,14 @@ from onnxport.serving.pairs import INSTRUCTION
 from onnxport.serving.scoring import OF_DOCUMENTS, OF_QUERIES, PairParams
 from onnxport.serving.truncation import check_truncation
 
+LINES: Final = "\n"  # what vLLM has between several texts of one content
+_joined = partial(text_of, between=LINES)
 Tokens = Annotated[int, Field(ge=0, le=MOST_TRUNCATED)]  # 0 is any number
 
 
 def _query(value: Any) -> Any:
     """Return a text, or that of an object of vLLM's."""
-    value = text_of(value)
+    value = _joined(value)
     if isinstance(value, str):
         return value
     raise PydanticCustomError("union", "should be {what}", {"what": "a text"})
@@ -37,7 +40,7 @@ def _query(value: Any) -> Any:
 
 def _texts(value: Any) -> Any:
     """Return a text, or several, of which each may be an object of vLLM's that has one."""
-    value = [text_of(one) for one in value] if isinstance(value, list) else text_of(value)
+    value = [_joined(one) for one in value] if isinstance(value, list) else _joined(value)
     if isinstance(value, str) or is_list(value, str):
         return value
     what = "a text, or a list of texts"
@@ -59,7 +62,7 @@ def _documents(value: Any) -> Any:
 def _text_of(value: Any) -> str | None:
     if isinstance(value, dict) and value.keys() == {"text"}:
         value = value["text"]
-    value = text_of(value)
+    value = _joined(value)
     return value if isinstance(value, str) else None
 
 

@@ -162,6 +162,11 @@ class Engine(Protocol):
         """The LoRA adapters that requests may pick."""
         ...
 
+    @property
+    def has_all_adapters(self) -> bool:
+        """Whether as many are loaded as may be."""
+        ...
+
     async def load_adapter(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
         """Load an adapter from a folder of this machine."""
         ...

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 
 from onnxport.errors import RequestError
-from onnxport.serving.adapters.peft import read_adapter
+from onnxport.graphs.spec import ArchSpec
+from onnxport.serving.adapters.peft import AdapterContent, read_adapter
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.adapter_folder import AdapterFolder
 from onnxport.serving.http.app import AppOptions, create_app
+from onnxport.serving.http.batch_file import Line, answers
 from onnxport.serving.pooling import Embedder
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
@@ -33,6 +38,8 @@ ASK: dict[str, Any] = {"prompt": "the sea", "max_tokens": 4, "temperature": 0, "
 class Server:
     http: httpx.AsyncClient
     worker: AsyncEngine
+    reads: list[str]  # the names that were read, in their order
+    app: ASGIApp
 
     async def ask(self, model: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
         """As a server asks: each request is a task of its own."""
@@ -46,19 +53,29 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    model_folder: Path, folder: Path, max_adapters: int = 2, **settings: Any
+    model_folder: Path,
+    folder: Path,
+    max_adapters: int = 2,
+    before: Callable[[str], object] = lambda name: None,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
+    """Run a server; `before` is told of each name that is read, in that thread."""
     tokenizer = Tokenizer.from_folder(model_folder, frozenset())
     engine = null_engine(tokenizer=tokenizer, max_adapters=max_adapters, base=SPEC, **settings)
-    engine.adapters.reader = lambda path, base: (
-        content(4) if path.suffix == ".gguf" else read_adapter(path, base)
-    )
+    reads: list[str] = []
+
+    def read(path: Path, base: ArchSpec) -> AdapterContent:
+        reads.append(path.stem)
+        before(path.stem)
+        return content(4) if path.suffix == ".gguf" else read_adapter(path, base)
+
+    engine.adapters.reader = read
     async with AsyncEngine(engine) as worker:
         template = ChatTemplate.read(model_folder)
         app = create_app(worker, "model", template, AppOptions(lora_folder=folder))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Server(http, worker)
+            yield Server(http, worker, reads, app)
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +211,85 @@ async def test_one_that_was_unloaded_by_name_is_loaded_again(
         await server.worker.unload_adapter("a1")
         assert (await server.ask("org/a3")).status_code == 200
         assert server.loaded == ["a2", "org/a3"]
+
+
+async def test_one_that_somebody_loads_by_this_name_stays(model_folder: Path, folder: Path) -> None:
+    async with serving(model_folder, folder, max_adapters=1) as server:
+        await server.ask("a1")
+        await server.worker.unload_adapter("a1")
+        await server.worker.load_adapter("a1", folder / "a2")
+        assert error_of(await server.ask("a2"), 429)
+        assert server.loaded == ["a1"]
+
+
+async def test_each_is_read_once(model_folder: Path, folder: Path) -> None:
+    """By however many requests it is named at once; and not at all if it has no place."""
+    async with serving(model_folder, folder, max_adapters=1, latency_s=0.001) as server:
+        answers = await asyncio.gather(*(server.ask("a1") for _ in range(3)))
+        assert [one.status_code for one in answers] == [200] * 3
+        running = asyncio.create_task(server.ask("a1", max_tokens=100))
+        await server.ask("a1")
+        assert (await server.ask("a2")).status_code == 429
+        assert not running.done()
+        assert server.reads == ["a1"]
+        await running
+        assert (await server.ask("a2")).status_code == 200
+        assert server.reads == ["a1", "a2"]
+
+
+async def test_no_other_waits_for_one_that_is_read(model_folder: Path, folder: Path) -> None:
+    """Neither those that are loaded, nor those that are not."""
+    goes_on = threading.Event()
+
+    def before(name: str) -> None:
+        if name == "a2":
+            assert goes_on.wait(60)
+
+    async with serving(model_folder, folder, max_adapters=3, before=before) as server:
+        try:
+            await server.ask("a1")
+            slow = [asyncio.create_task(server.ask("a2")) for _ in range(2)]
+            while "a2" not in server.reads:
+                await asyncio.sleep(0.001)
+            async with asyncio.timeout(30):
+                for name in ("a1", "org/a3"):
+                    assert (await server.ask(name)).status_code == 200
+            assert not any(one.done() for one in slow)
+        finally:
+            goes_on.set()
+        assert [(await one).status_code for one in slow] == [200, 200]
+        assert server.reads == ["a1", "a2", "a3"]
+
+
+async def test_somebody_else_loads_it_meanwhile(model_folder: Path, folder: Path) -> None:
+    goes_on = threading.Event()
+
+    def before(name: str) -> None:
+        if name == "a1":
+            assert goes_on.wait(60)
+
+    async with serving(model_folder, folder, before=before) as server:
+        asked = asyncio.create_task(server.ask("a1"))
+        try:
+            while "a1" not in server.reads:
+                await asyncio.sleep(0.001)
+            await server.worker.load_adapter("a1", folder / "a2")
+        finally:
+            goes_on.set()
+        assert (await asked).status_code == 200
+
+
+async def test_lines_of_a_batch_wait_for_a_place(model_folder: Path, folder: Path) -> None:
+    """A line that is to be asked again has no place meanwhile."""
+    names = ["a1", "a2", "org/a3", "model", "model", "a2", "org/a3"]
+    async with serving(model_folder, folder, max_adapters=1, latency_s=0.001) as server:
+        await server.ask("a1")
+        bodies = [{**ASK, "model": name} for name in names]
+        bodies[0]["max_tokens"] = 200  # until the last lines begin, and more
+        lines = [
+            Line(str(number), "/v1/completions", json.dumps(body).encode())
+            for number, body in enumerate(bodies)
+        ]
+        async with asyncio.timeout(60):
+            found = [one async for one in answers(server.app, lines, len(lines) - 2)]
+        assert [one.status for one in found] == [200] * len(names), found

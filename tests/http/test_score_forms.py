@@ -29,13 +29,20 @@ async def test_texts_in_vllms_forms(model_folder: Path) -> None:
     """One document may stand for a list of it, and 0 tokens of a text are any number."""
     async with serving(model_folder) as server:
         [score] = server.scores("why", ["ab"])
-        for one in ("ab", ["ab"], {"text": "ab"}, as_parts("ab"), [as_parts("a", "b")]):
-            body = {"query": as_parts("why"), "documents": one, "max_tokens_per_doc": 0}
+        for one in ("ab", ["ab"], {"text": "ab"}, as_parts("ab"), [as_parts("ab")]):
+            body: dict[str, Any] = {
+                "query": as_parts("why"),
+                "documents": one,
+                "max_tokens_per_doc": 0,
+            }
             found = await server.answer("/rerank", **body, max_tokens_per_query=0)
             expected = {"index": 0, "relevance_score": score, "document": {"text": "ab"}}
             assert found["results"] == [expected]
+        body = {"query": as_parts("w", "y"), "documents": as_parts("a", "b", "")}
+        [one] = (await server.answer("/rerank", **body))["results"]
+        assert one["document"] == {"text": "a\nb"}  # as vLLM joins them
+        assert [one["relevance_score"]] == server.scores("w\ny", ["a\nb"])
         image = {"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
-        body: dict[str, Any]
         for body in ({"query": image, "documents": ["a"]}, {"query": "a", "documents": [image]}):
             assert (
                 "reads text alone" in error_of(await server.post("/rerank", **body), 400)["message"]

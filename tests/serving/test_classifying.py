@@ -21,7 +21,7 @@ from onnxport.serving.classifying import (
 from onnxport.serving.llm import LLM
 from onnxport.serving.outputs import RankedDocument
 from onnxport.serving.pairs import PairEncoder, fitted
-from onnxport.serving.pooling import Embedder
+from onnxport.serving.pooling import Embedder, Rows
 from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.scoring import (
     OF_DOCUMENTS,
@@ -497,3 +497,29 @@ def test_what_fails_says_why(tokenizer: Tokenizer) -> None:
         assert pair.outputs.error
         with pytest.raises(RequestError, match="could not be scored"):
             llm.rerank("a", ["b"])
+
+
+@pytest.mark.parametrize("classifier", [ONE, THREE])
+def test_tokens_are_judged_while_they_are_computed(classifier: Classifier) -> None:
+    """Each once, as alone; nothing of a long prompt is left for its last step, or kept."""
+    hidden = classifier.weight.shape[1]
+    rows = np.random.default_rng(1).standard_normal((9, hidden)).astype(np.float32)
+    judged: list[int] = []
+
+    def finish(states: Any) -> Any:
+        judged.append(len(states))
+        return classifier.judge_each(states, activated=True)
+
+    found = Rows(finish)
+    for first, end in ((0, 4), (0, 3), (3, 7), (7, 9)):  # it has yielded behind the first 4
+        found.read(first, rows[first:end])
+    assert judged == [4, 3, 2]
+    alone = np.stack([classifier.judge(row, activated=True) for row in rows])
+    np.testing.assert_array_equal(found.found(), alone)
+    pooler = ClassPooler(classifier, len(rows), activated=True, per_token=True)
+    copied = rows.copy()
+    pooler.read(0, copied)
+    copied[:] = np.nan  # as the next step overwrites them
+    np.testing.assert_array_equal(pooler.vector(), alone)
+    found.read(9, copied[:1])
+    assert found.found() is None
