@@ -18,7 +18,7 @@ from onnxport.serving.beams import BeamGroup, Beginning
 from onnxport.serving.classifying import NO_CLASSES, Classifier, ClassPooler
 from onnxport.serving.config import EngineConfig, LogprobsMode
 from onnxport.serving.dry import dry_of
-from onnxport.serving.infill_sampler import infill_rule
+from onnxport.serving.infill_sampler import InfillRule, infill_rule
 from onnxport.serving.intake_checks import (
     check_completions,
     check_generates,
@@ -116,8 +116,7 @@ class Intake:
         grammar = grammar or self._grammar(params)
         if grammar is not None and grammar.is_empty:
             params = replace(params, min_tokens=0)  # nothing can come but an end
-        rules = self._rules(params, end_ids, limits.vocab_size)
-        infill = infill_rule(params, self._tokenizer, end_ids)
+        rules, infill = self._rules(params, end_ids, limits.vocab_size)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         use = Use.of(self._adapters.pick(options), tokens)
         keys = self._keys(use, options, tokens, limits) if params.prompt_logprobs is None else None
@@ -154,14 +153,15 @@ class Intake:
 
     def _rules(
         self, params: SamplingParams, end_ids: frozenset[int], vocab_size: int
-    ) -> LogitRules | None:
-        """Return what a request wants changed in its logits; None: nothing."""
+    ) -> tuple[LogitRules | None, InfillRule | None]:
+        """Return what a request wants changed in its logits, and of its sampler; None: nothing."""
         encode = None
         if self._tokenizer is not None:
             encode = partial(self._tokenizer.encode_all, add_special_tokens=False)
         budget = thought_budget(params, self._tokenizer, vocab_size)
         dry = dry_of(params, self._tokenizer)
-        return logit_rules(params, end_ids, vocab_size, encode, budget, dry)
+        infill = infill_rule(params, self._tokenizer, end_ids)
+        return logit_rules(params, end_ids, vocab_size, encode, budget, dry), infill
 
     def _keys(
         self, use: Use, options: RequestOptions, tokens: array[int], limits: Capabilities

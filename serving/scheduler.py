@@ -277,7 +277,7 @@ class Scheduler:
                 the request's. What was computed of the others is given up, and where there are
                 states all that the row has computed, for the state behind it cannot go back.
         """
-        for row, request in enumerate(plan.requests):
+        for row, request in enumerate(plan.requests[plan.num_decodes :], plan.num_decodes):
             if row in plan.shared or not request.running:
                 self.hit_counts.note(request, plan.num_past[row])
                 if not request.running:

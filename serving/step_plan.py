@@ -18,7 +18,8 @@ class StepPlan:
     """What one step does; row `i` of the batch is `requests[i]`."""
 
     requests: tuple[Request, ...]
-    # The first rows, which go on with one token, what they owe and drafts; prompts follow.
+    # The first rows, which go on with one token, what they owe and drafts; prompts follow, which
+    # alone start, or go on from what others have computed.
     num_decodes: int
     num_past: tuple[int, ...]  # tokens of each row that are in the cache, shared ones included
     num_new: tuple[int, ...]  # tokens of each row to compute, >= 1, drafts included

@@ -189,6 +189,22 @@ def test_what_it_needs() -> None:
         SamplingParams(infill=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("more", "first"),
+    [
+        ({"dry_multiplier": 1.0}, "dry_sequence_breakers"),
+        ({"thinking_token_budget": 1}, "thinking_token_budget"),
+        ({"bad_words": ("a",)}, "infill"),
+        ({"logit_bias": {VOCAB: 1.0}}, "infill"),
+    ],
+)
+def test_which_of_two_faults_is_told(more: dict[str, Any], first: str) -> None:
+    engine = null_engine(vocab_size=VOCAB)
+    with pytest.raises(RequestError) as told:
+        engine.prepare("a", [1], SamplingParams(infill=True, **more))
+    assert told.value.param == first
+
+
 def test_what_says_nothing() -> None:
     """Greedily, and with Mirostat, tokens are those without."""
     for fields in ({"temperature": 0.0}, {"top_k": 1}, {"mirostat": 2, "seed": 4}):
