@@ -21,7 +21,6 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.spec import ArchSpec
-from onnxport.graphs.tensors import numpy_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +82,13 @@ def _made(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, places: str) 
 def _growth(
     g: GraphBuilder, growth: GrowthSpec, length: int, places: str, weights: StoredWeights
 ) -> str:
-    """The factors of queries at these positions, of a table with one for each interval."""
+    """The factors of queries at these positions, of a table with one for each interval.
+
+    The table is float32, so that providers that compute in float32 have them unrounded.
+    """
     last = length - 1 + growth.offset
     steps = np.arange(last // growth.interval + 1) * growth.interval
-    kind = numpy_dtype(activation_dtype(weights))
-    table = growth_factors(growth, steps - growth.offset).astype(kind)
+    table, dtype = growth_factors(growth, steps - growth.offset), activation_dtype(weights)
     offset, most, interval, axes = (
         g.constant(np.array(value, np.int64), "int")
         for value in (growth.offset, last, growth.interval, [-1])
@@ -98,7 +99,8 @@ def _growth(
     inside = g.node("Min", [places, most], name="growth.inside")
     number = g.node("Div", [inside, interval], name="growth.interval")
     found = g.node("Gather", [g.constant(table, "growth"), number], name="growth", axis=0)
-    return g.node("Unsqueeze", [found, axes], name="growth.rows")
+    rows = g.node("Unsqueeze", [found, axes], name="growth.rows")
+    return rows if dtype == TensorProto.FLOAT else ops.cast(g, rows, dtype, "growth.cast")
 
 
 def _rows(g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, positions: str) -> Rotation:

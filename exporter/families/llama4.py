@@ -91,13 +91,12 @@ def _rotated_layers(config: Config) -> tuple[bool, ...]:
 
 def _growth(config: Config) -> GrowthSpec | None:
     """How queries of layers that do not rotate grow, counted from position 1; None: not."""
-    tuned = config.get("attn_temperature_tuning", object, True)
+    key = "attn_temperature_tuning"
+    tuned = config.get(key, object, not config.is_null(key))
     strength = config.get("attn_scale", float, 0.1)
     interval = config.get("floor_scale", int, 8192)
     if not isinstance(tuned, bool | int):
-        raise CheckpointError(
-            f"{config.path}: attn_temperature_tuning is {tuned!r}; it must be true or false."
-        )
+        raise CheckpointError(f"{config.path}: {key} is {tuned!r}; it must be true or false.")
     if not tuned or not strength:
         return None
     try:

@@ -62,6 +62,7 @@ KERNEL_LIMITS: Final = NativeLimits(
     cache_dtypes=frozenset(str(np.dtype(kind)) for kind in CACHE_DTYPES.values()),
     max_head_size=MAX_HEAD_SIZE,
     head_size_multiple=HEAD_SIZE_MULTIPLE,
+    chunked_window=True,
 )
 
 LATENT_LIMITS: Final = replace(

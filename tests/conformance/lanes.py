@@ -15,13 +15,14 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers import registry
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
-from tests.conformance.make import AWQ, HYBRID, LATENT, MIXED, MXFP4, PRECISIONS, Q4_1
+from tests.conformance.make import AWQ, CHUNKS, HYBRID, LATENT, MIXED, MXFP4, PRECISIONS, Q4_1
 from tests.conformance.rules import Rule
 
 POOL_TOKENS = 1024
 BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
 LATENT_FAMILIES = tuple(family for family, _ in LATENT)
 MIXED_FAMILIES = tuple(family for family, _ in MIXED)
+CHUNKED_FAMILIES = tuple(family for family, _ in CHUNKS)
 HYBRID_FAMILIES = tuple(family for family, _ in HYBRID)
 QUANTIZED = ("int8", "int4", AWQ, MXFP4, Q4_1)
 # An int8 cache whose scales each token has to itself: coarse, and the same in any batch. Attention
@@ -119,8 +120,8 @@ def _cpu_lanes() -> list[Lane]:
 
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
-    # Its attention caps no scores, and has no latents.
-    refused = ("gemma2", *LATENT_FAMILIES)
+    # Its attention caps no scores, and has no latents or chunks.
+    refused = ("gemma2", *LATENT_FAMILIES, *CHUNKED_FAMILIES)
     return [
         Lane("openvino", "openvino", exact, refused=refused),
         Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),
@@ -145,7 +146,7 @@ def _device_lanes() -> list[Lane]:
             emulated=True,
             precisions=halves,
             # Steps of decomposed attention are not replayed, nor those of layers with a state.
-            refused=(*LATENT_FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES),
+            refused=(*LATENT_FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES, *CHUNKED_FAMILIES),
         )
     )
     for name in registry.EMULATED:

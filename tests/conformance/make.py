@@ -9,6 +9,7 @@ PyTorch makes the checkpoints, so this runs where it is installed; `pytest tests
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -49,11 +50,14 @@ MIXED: Final = (
 )
 # Layers with a state in place of keys and values.
 HYBRID: Final = (("qwen3.5", "fp32"), ("lfm3", "fp32"))
+# Attention in chunks.
+CHUNKS: Final = (("llama4-chunks", "fp32"),)
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     *LATENT,
     *MIXED,
     *HYBRID,
+    *CHUNKS,
     ("afmoe", "fp16"),
     ("afmoe-dense", "int4"),
     ("apertus", "int4"),
@@ -85,6 +89,7 @@ ONCE: Final = (
     ("jais2", "int4"),
     ("laguna", "fp16"),
     ("laguna-full", "int8"),
+    ("llama4", "fp16"),
     ("ministral3-text", "int4"),
     ("minimax-m2-tied", "int4"),
     ("mixtral", "fp16"),
@@ -122,14 +127,16 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
 
         checkpoint = path.with_name("checkpoint")
         known = {**checkpoints.CASES, **checkpoints.HYBRID, **checkpoints.KIMI}
-        checkpoints.make({**known, **checkpoints.SHORT_CONV}[case], checkpoint)
+        made = {**known, **checkpoints.SHORT_CONV}[case]
+        checkpoints.make(made, checkpoint)
         if precision == AWQ:
             from tests.exporter import integers
 
             integers.store_awq(checkpoint, GROUP_SIZE)
         if precision == Q4_1:
             checkpoint = _in_q4_1(checkpoint)
-        export_model(checkpoint, path, export_options(precision))
+        options = replace(export_options(precision), context_length=made.context_length)
+        export_model(checkpoint, path, options)
     return path
 
 

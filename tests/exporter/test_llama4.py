@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
 from onnxport.errors import ArtifactError, CheckpointError, ProviderError, UnsupportedModelError
@@ -21,6 +22,7 @@ from onnxport.graphs.growth_spec import GrowthSpec
 from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.spec import ArchSpec
+from onnxport.providers.cpu.lowering import KERNEL_LIMITS
 from tests.exporter import checkpoints
 from tests.exporter.configs import read
 
@@ -138,6 +140,13 @@ def test_maverick_and_mobilellm() -> None:
     assert (small.tie_word_embeddings, small.qk_norm) == (True, True)
 
 
+def test_tuning_that_is_null_is_none() -> None:
+    """As transformers and others take it, which ask whether it is true."""
+    for value in (None, False, 0):
+        spec = read({**SCOUT, "text_config": {**TEXT, "attn_temperature_tuning": value}})
+        assert spec.query_growth is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -189,7 +198,7 @@ def _apart(folder: Path) -> None:
     save_file(found, path)
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("precision", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_experts_of_one_tensor_or_each_of_its_own(tmp_path: Path, precision: Any) -> None:
     options = ExportOptions(precision=precision, threads=1, group_size=32)
     checkpoints.make(checkpoints.CASES["llama4"], tmp_path / "checkpoint")
@@ -200,13 +209,30 @@ def test_experts_of_one_tensor_or_each_of_its_own(tmp_path: Path, precision: Any
     assert (one.path / name).read_bytes() == (other.path / name).read_bytes()
 
 
-def test_providers_without_chunks_refuse_them(tmp_path: Path) -> None:
+def _chunked(folder: Path, precision: Any = "fp32") -> Artifact:
+    """An artifact whose context is of many chunks."""
     case = checkpoints.CASES["llama4-chunks"]
-    checkpoints.make(case, tmp_path / "checkpoint")
-    options = ExportOptions(precision="fp32", threads=1, context_length=case.context_length)
-    model = Artifact.read(
-        export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
-    ).load_graph("paged")
+    checkpoints.make(case, folder / "checkpoint")
+    options = ExportOptions(precision=precision, threads=1, context_length=case.context_length)
+    return Artifact.read(export_model(folder / "checkpoint", folder / "artifact", options))
+
+
+def test_factors_of_queries_are_not_rounded(tmp_path: Path) -> None:
+    """Where activations are float16, for a provider may compute in float32."""
+    graph = _chunked(tmp_path, "fp16").load_graph("paged").graph
+    assert {one.data_type for one in graph.initializer if ".growth" in one.name} == {
+        TensorProto.FLOAT
+    }
+
+
+def test_the_kernel_takes_chunks(tmp_path: Path) -> None:
+    """On cpu, whose own PagedAttention it is."""
+    model = _chunked(tmp_path).load_graph("paged")
+    assert keep_native(model, KERNEL_LIMITS).changes == {"PagedAttention kept": 4}
+
+
+def test_providers_without_chunks_refuse_them(tmp_path: Path) -> None:
+    model = _chunked(tmp_path).load_graph("paged")
     types = frozenset({"float32"})
     limits = NativeLimits(activation_dtypes=types, cache_dtypes=types, max_head_size=256)
     with pytest.raises(ProviderError, match="does not take the model: attention in chunks"):

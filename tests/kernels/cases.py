@@ -80,6 +80,8 @@ def drop_blocks_left_of_window(case: Case) -> Case:
     table = case.block_table.copy()
     for s, past in enumerate(case.past_lengths):
         first = max(0, past - case.window + 1)
+        if case.chunked:
+            first = past // case.window * case.window
         table[s, : first // case.block_size] = -7
     return case.replace(block_table=table)
 
