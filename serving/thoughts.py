@@ -61,8 +61,9 @@ class ReasoningSplitter:
 
     It loses nothing but the tags, space before an opening one, and ends of lines: those around the
     reasoning, up to two behind it, and those next to tags around the answer. A text may begin with
-    a closing tag, where a model says so that it does not think. A tag that is not where it may be
-    is text.
+    a closing tag, where a model says so that it does not think, and a thought that is open with the
+    opening tag, which some models write though the prompt has it or leaves it out. A tag that is
+    not where it may be is text.
 
     Attributes:
         thought: what the text may begin with; None: with nothing.
@@ -71,6 +72,7 @@ class ReasoningSplitter:
     thought: Thought | None
     _state: Literal["before", "within", "behind", "answer"] = field(init=False)
     _has_thought: bool = field(init=False)
+    _may_open: bool = field(init=False)  # whether an open thought may begin with an opening tag
     _pending: str = field(default="", init=False)  # text that cannot be told apart yet
     _has_text: bool = field(default=False, init=False)  # whether the reasoning is more than breaks
     _num_breaks: int = field(default=0, init=False)  # behind the closing tag
@@ -86,6 +88,7 @@ class ReasoningSplitter:
 
     def __post_init__(self) -> None:
         self._has_thought = self.thought is not None and self.thought.is_open
+        self._may_open = self._has_thought
         may_think = self.thought is not None and not self.thought.is_past
         self._state = "within" if self._has_thought else "before" if may_think else "answer"
 
@@ -189,9 +192,23 @@ class ReasoningSplitter:
         elif final or not any(tag.startswith(begun) for tag in opens + closes):
             self._state = "answer"
 
+    def _is_opened(self, final: bool) -> bool:
+        """Drop an opening tag of a thought that is open; returns whether that is certain."""
+        assert self.thought is not None
+        begun, opens = self._pending.lstrip(), self.thought.opens
+        found = next((tag for tag in opens if begun.startswith(tag)), None)
+        if found is not None:
+            self._pending = begun[len(found) :]
+        elif not final and any(tag.startswith(begun) for tag in opens):
+            return False
+        self._may_open = False
+        return True
+
     def _reason(self, final: bool) -> str:
         """Take the reasoning, up to the first closing tag if there is one."""
         assert self.thought is not None
+        if self._may_open and not self._is_opened(final):
+            return ""
         if not self._has_text:
             self._pending = self._pending.lstrip("\n")
         ends = (*self.thought.closes, *self.thought.ends_before)

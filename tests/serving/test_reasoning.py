@@ -62,6 +62,10 @@ def split(thought: Thought | None, text: str) -> tuple[str, str]:
         (OPEN, "hm\n</thin", "hm\n</thin", ""),  # cut
         (OPEN, "hm\n\n", "hm\n\n", ""),
         (OPEN, "hm</think>\n", "hm", ""),
+        (OPEN, "\n<think>\nhm</think>yes", "hm", "yes"),  # R1 may write its tag, or leave it out
+        (OPEN, "<think>", "", ""),
+        (OPEN, "<thi", "<thi", ""),
+        (OPEN, "<think><think>hm</think>yes", "<think>hm", "yes"),
         (None, "<think>hm</think>yes", "", "<think>hm</think>yes"),  # the prompt has closed it
     ],
 )
