@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -46,7 +48,10 @@ def joined(last: Stretch, following: Stretch) -> Stretch | None:
 def places(stretches: Sequence[Stretch], start: int, end: int) -> list[tuple[int, int]]:
     """Where in the text some characters of the answer are, as ranges, in order."""
     found = []
-    for each in stretches:
+    begin = bisect_right(stretches, start, key=lambda each: each.start) - 1
+    for each in islice(stretches, max(0, begin), None):
+        if each.start >= end:
+            break
         first = max(start, each.start)
         last = end if each.length is None else min(end, each.start + each.length)
         if first < last:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final, Literal
 
 from onnxport.serving.split import Split, Stretch, joined
 from onnxport.serving.text import longest_beginning
 
 MOST_BREAKS: Final = 2  # ends of lines behind a closing tag that are a part of it
+_SPACE: Final = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,9 @@ class ReasoningSplitter:
 
     It loses nothing but the tags, space before an opening one, and ends of lines: those around the
     reasoning, up to two behind it, and those next to tags around the answer. A text may begin with
-    a closing tag, where a model says so that it does not think. A tag that is not where it may be
-    is text.
+    a closing tag, where a model says so that it does not think, and a thought that is open with the
+    opening tag, which some models write though the prompt has it or leaves it out. A tag that is
+    not where it may be is text.
 
     Attributes:
         thought: what the text may begin with; None: with nothing.
@@ -68,6 +72,7 @@ class ReasoningSplitter:
     thought: Thought | None
     _state: Literal["before", "within", "behind", "answer"] = field(init=False)
     _has_thought: bool = field(init=False)
+    _may_open: bool = field(init=False)  # whether an open thought may begin with an opening tag
     _pending: str = field(default="", init=False)  # text that cannot be told apart yet
     _has_text: bool = field(default=False, init=False)  # whether the reasoning is more than breaks
     _num_breaks: int = field(default=0, init=False)  # behind the closing tag
@@ -76,9 +81,14 @@ class ReasoningSplitter:
     _answer_start: int | None = field(default=None, init=False)
     _num_content: int = field(default=0, init=False)  # characters, counted where there are frames
     _framed: tuple[Stretch, ...] = field(default=(), init=False)  # of an answer that has frames
+    _num_searched: int = field(default=0, init=False)  # characters, for what ends the reasoning
+    # Where the first one of some blocks that are held begins, and the last one that was looked at,
+    # by what opens them. Copies share it: it is replaced, not changed.
+    _held_blocks: Mapping[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._has_thought = self.thought is not None and self.thought.is_open
+        self._may_open = self._has_thought
         may_think = self.thought is not None and not self.thought.is_past
         self._state = "within" if self._has_thought else "before" if may_think else "answer"
 
@@ -182,13 +192,29 @@ class ReasoningSplitter:
         elif final or not any(tag.startswith(begun) for tag in opens + closes):
             self._state = "answer"
 
+    def _is_opened(self, final: bool) -> bool:
+        """Drop an opening tag of a thought that is open; returns whether that is certain."""
+        assert self.thought is not None
+        begun, opens = self._pending.lstrip(), self.thought.opens
+        found = next((tag for tag in opens if begun.startswith(tag)), None)
+        if found is not None:
+            self._pending = begun[len(found) :]
+        elif not final and any(tag.startswith(begun) for tag in opens):
+            return False
+        self._may_open = False
+        return True
+
     def _reason(self, final: bool) -> str:
         """Take the reasoning, up to the first closing tag if there is one."""
         assert self.thought is not None
+        if self._may_open and not self._is_opened(final):
+            return ""
         if not self._has_text:
             self._pending = self._pending.lstrip("\n")
         ends = (*self.thought.closes, *self.thought.ends_before)
-        found = first_of(self._pending, ends)
+        searched = self._num_searched - self.num_read - max(map(len, ends), default=0)
+        found = first_of(self._pending, ends, max(0, searched))
+        self._num_searched = self._num_fed
         if found is not None:
             start, tag = found
             text = self._pending[:start].rstrip("\n")
@@ -217,30 +243,47 @@ class ReasoningSplitter:
 
     def _start_of(self, block: Enclosed, final: bool) -> int | None:
         """Return where blocks of one kind begin; see `_enclosed_start`."""
-        assert self.thought is not None
-        text, start = self._pending, self._pending.find(block.opening)
-        if block.closing is None:
+        start = self._pending.find(block.opening)
+        if block.closing is None or start < 0:
             return start if start >= 0 else None
-        at = start
+        read, held = self.num_read, dict(self._held_blocks)
+        first, last = held.pop(block.opening, (start + read, start + read))
+        found = self._last_blocks(block, first - read, last - read, final)
+        if found is not None:
+            held[block.opening] = (found[0] + read, found[1] + read)
+        self._held_blocks = held
+        return None if found is None else found[0]
+
+    def _last_blocks(
+        self, block: Enclosed, start: int, at: int, final: bool
+    ) -> tuple[int, int] | None:
+        """Return where the blocks begin that nothing follows, and the last one of them.
+
+        Args:
+            block: of one kind, that is closed.
+            start: where the first one of those that were looked at begins.
+            at: where the last one of them does: each is read once.
+            final: whether nothing follows what is pending.
+        """
+        assert self.thought is not None
+        assert block.closing is not None
+        text, tags = self._pending, (block.opening, *self.thought.closes)
+        longest = max(map(len, tags))
         while at >= 0:
-            begun = text[at + len(block.opening) :].lstrip()
-            close = text.find(block.closing, at)
-            if close < 0 and block.first.startswith(begun[:1]):
-                return None if final else start
-            behind = at + len(block.opening) if close < 0 else close + len(block.closing)
-            rest = text[behind:].lstrip()
-            if begun.startswith(block.first):
-                if not rest:
-                    return start
-                if rest.startswith(block.opening):
-                    at = len(text) - len(rest)
+            behind = at + len(block.opening)
+            inner = _behind_space(text, behind)
+            if block.first.startswith(text[inner : inner + len(block.first)]):
+                close = text.find(block.closing, inner)
+                if close < 0:
+                    return None if final else (start, at)
+                behind = close + len(block.closing)
+                following = _behind_space(text, behind)
+                if text.startswith(block.opening, following):
+                    at = following
                     continue
-                if not final and any(
-                    each.startswith(rest) for each in (block.opening, *self.thought.closes)
-                ):
-                    return start
-            else:
-                behind = at + len(block.opening)
+                rest = text[following : following + longest]
+                if not rest or (not final and any(each.startswith(rest) for each in tags)):
+                    return start, at
             start = at = text.find(block.opening, behind)
         return None
 
@@ -284,33 +327,44 @@ class ReasoningSplitter:
         return kept
 
     def _between_frames(self, final: bool) -> str:
-        """Take what of the answer is certain to be no frame."""
-        told = ""
-        while True:
-            found = first_of(self._pending, self._frames)
-            if found is not None:
-                end, frame = found
-            else:
-                held = 0 if final else longest_beginning(self._pending, self._frames)
-                end, frame = len(self._pending) - held, ""
-            if end:
-                self._place(Stretch(self._num_content, self.num_read, end))
-                self._num_content += end
-            told += self._pending[:end]
-            self._pending = self._pending[end + len(frame) :]
-            if found is None:
-                return told
-
-    def _place(self, stretch: Stretch) -> None:
-        """Remember where the answer is; what goes on is joined to what it goes on from."""
-        whole = joined(self._framed[-1], stretch) if self._framed else None
-        self._framed = (*self._framed, stretch) if whole is None else (*self._framed[:-1], whole)
+        """Take what of the answer is certain to be no frame, and remember where it is."""
+        text, read = self._pending, self.num_read
+        places = [found.span() for found in _any_of(self._frames).finditer(text)]
+        behind = places[-1][1] if places else 0
+        end = len(text) - (0 if final else longest_beginning(text[behind:], self._frames))
+        told: list[str] = []
+        placed, at = [*self._framed[-1:]], 0
+        for start, behind in (*places, (end, end)):
+            if start > at:
+                told.append(text[at:start])
+                stretch = Stretch(self._num_content, read + at, start - at)
+                whole = joined(placed[-1], stretch) if placed else None
+                placed[len(placed) - (whole is not None) :] = [whole or stretch]
+                self._num_content += start - at
+            at = behind
+        if told:
+            self._framed = (*self._framed[:-1], *placed)
+        self._pending = text[end:]
+        return "".join(told)
 
 
-def first_of(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
+def first_of(text: str, tags: Sequence[str], begin: int = 0) -> tuple[int, str] | None:
     """Return where the first one of `tags` in a text is, and which; None: there is none.
 
-    Of several that begin at one place it is the longest.
+    Of several that begin at one place it is the longest. What is before `begin` is not looked at.
     """
-    found = [(start, tag) for tag in tags if (start := text.find(tag)) >= 0]
+    found = [(start, tag) for tag in tags if (start := text.find(tag, begin)) >= 0]
     return min(found, key=lambda one: (one[0], -len(one[1]))) if found else None
+
+
+@cache
+def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+    """Return what finds one of some texts, and the longest of those at one place."""
+    return re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
+
+
+def _behind_space(text: str, at: int) -> int:
+    """Return the place behind the space at one."""
+    found = _SPACE.match(text, at)
+    assert found is not None, "no space is space enough"
+    return found.end()

@@ -7,6 +7,7 @@ from array import array
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ from onnxport.serving.split import Split
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
-from onnxport.serving.thoughts import ReasoningSplitter, Thought
+from onnxport.serving.thoughts import Enclosed, ReasoningSplitter, Thought
 from onnxport.serving.tokenizer import Tokenizer
 from tests.tiers import examples
 
@@ -61,6 +62,10 @@ def split(thought: Thought | None, text: str) -> tuple[str, str]:
         (OPEN, "hm\n</thin", "hm\n</thin", ""),  # cut
         (OPEN, "hm\n\n", "hm\n\n", ""),
         (OPEN, "hm</think>\n", "hm", ""),
+        (OPEN, "\n<think>\nhm</think>yes", "hm", "yes"),  # R1 may write its tag, or leave it out
+        (OPEN, "<think>", "", ""),
+        (OPEN, "<thi", "<thi", ""),
+        (OPEN, "<think><think>hm</think>yes", "<think>hm", "yes"),
         (None, "<think>hm</think>yes", "", "<think>hm</think>yes"),  # the prompt has closed it
     ],
 )
@@ -113,6 +118,60 @@ def test_a_thought_ends_before_a_call_if_that_is_said(
     assert "".join(each.content for each in found) == content
     ((_, place, _),) = splitter.stretches
     assert text[place:] == content
+
+
+BLOCK = Enclosed("<call>", "{", "</call>")
+AROUND_CALLS = ("<call>", "</call>", "{", " ", "\n", "a", "<", "<ca", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("a\n<call>{}</call>", "a", "<call>{}</call>"),
+        ("a<call>{}</call> \n<call> {1}</call>\n", "a", "<call>{}</call> \n<call> {1}</call>\n"),
+        ("<call>{}</call>b<call>{}</call>", "<call>{}</call>b", "<call>{}</call>"),
+        ("<call><call>{}</call>", "<call>", "<call>{}</call>"),
+        ("<call>{}</call><call>f</call>", "<call>{}</call><call>f</call>", ""),
+        ("<call>{}</call><call>{", "<call>{}</call><call>{", ""),
+        ("<call>{}</call> </think>b", "<call>{}</call> ", "b"),
+    ],
+)
+def test_calls_that_nothing_follows_end_a_thought(text: str, reasoning: str, content: str) -> None:
+    thought = replace(OPEN, ends_with=(BLOCK,))
+    assert split(thought, text) == (reasoning, content)
+    splitter = ReasoningSplitter(thought)
+    found = [*map(splitter.feed, text), splitter.finish()]
+    assert "".join(each.reasoning for each in found) == reasoning
+    assert "".join(each.content for each in found) == content
+
+
+@given(st.lists(st.sampled_from(AROUND_CALLS)), st.data())
+@settings(max_examples=examples(300))
+def test_calls_end_a_thought_alike_in_any_pieces(words: list[str], data: st.DataObject) -> None:
+    thought, text = replace(OPEN, ends_with=(BLOCK,)), "".join(words)
+    splitter = ReasoningSplitter(thought)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
+    found = [splitter.feed(text[i:j]) for i, j in pairwise([0, *cuts, len(text)])]
+    found.append(splitter.finish())
+    told = "".join(e.reasoning for e in found), "".join(e.content for e in found)
+    assert told == split(thought, text)
+
+
+@pytest.mark.parametrize(
+    ("thought", "text", "size"),
+    [
+        (replace(OPEN, ends_with=(BLOCK,)), '<call>{"a": 1}</call>\n' * 2000, 6),
+        (replace(OPEN, frames=("<|f|>", "<|g|>")), "</think>" + "a<|f|>" * 70000, 10**6),
+    ],
+)
+def test_many_calls_and_frames_are_not_looked_at_again(
+    thought: Thought, text: str, size: int
+) -> None:
+    splitter, began = ReasoningSplitter(thought), process_time()
+    for start in range(0, len(text), size):
+        splitter.feed(text[start : start + size])
+    splitter.finish()
+    assert process_time() - began < 5  # it takes a few tenths, and was more than ten
 
 
 def test_text_comes_as_early_as_it_is_certain() -> None:
