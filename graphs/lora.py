@@ -148,10 +148,10 @@ def projection_shapes(spec: ArchSpec, layer: int) -> dict[Projection, tuple[int,
             shapes[name] = (rows, hidden)
         shapes["linear_o" if spec.has_both else "o_proj"] = (hidden, _state_width(spec))
     if spec.has_attention(layer):
-        queries = spec.query_heads(layer) * spec.head_size
-        shapes["q_proj"] = (queries, hidden)
-        shapes["k_proj"] = shapes["v_proj"] = (spec.kv_size, hidden)
-        shapes["o_proj"] = (hidden, queries)
+        values = spec.num_kv_heads * (spec.value_size or spec.head_size)
+        shapes["q_proj"] = (spec.query_heads(layer) * spec.head_size, hidden)
+        shapes["k_proj"], shapes["v_proj"] = (spec.kv_size, hidden), (values, hidden)
+        shapes["o_proj"] = (hidden, spec.query_heads(layer) * (spec.value_size or spec.head_size))
         if spec.attention_gate:
             shapes["attention_gate"] = (spec.gate_size(layer), hidden)
     if spec.experts_of(layer) is None and spec.has_mlp(layer):

@@ -78,6 +78,8 @@ def joined(first: LoraDelta, second: LoraDelta) -> LoraDelta:
 def _scales(base: ArchSpec, projection: Projection) -> NDArray[np.float32]:
     """What the rows of a projection are stored times, [rows, 1] or [1, 1]."""
     scale = base.output_scale if projection in ("o_proj", "down_proj", "linear_o") else 1.0
+    if projection == "o_proj":
+        scale *= base.value_scale or 1.0
     own, space = base.multipliers, base.linear
     if own is not None and projection == "linear_mixed":
         assert isinstance(space, StateSpaceSpec)

@@ -49,6 +49,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """
     check_choice(config, _KNOWN)
     config.ignore(*_UNUSED)
+    rotated, heads = config.get(_ROTARY, int, None), config.require("num_attention_heads", int)
+    head = config.get("head_dim", int, config.require("hidden_size", int) // max(heads, 1))
     spec = decoder_spec(
         config,
         family="bailing_moe",
@@ -56,11 +58,11 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         qkv_bias=config.get("use_qkv_bias", bool, False),
         qk_norm=config.get("use_qk_norm", bool, False),
         context_length=context_length,
+        partial_rotary_factor=1.0 if rotated is None else rotated / max(head, 1),
     )
-    told = config.get(_ROTARY, int, spec.rope.rotary_dim)
-    if told != spec.rope.rotary_dim:
+    if rotated not in (None, spec.rope.rotary_dim):
         raise CheckpointError(
-            f"{config.path}: {_ROTARY} is {told}, and partial_rotary_factor makes "
+            f"{config.path}: {_ROTARY} is {rotated}, and partial_rotary_factor makes "
             f"{spec.rope.rotary_dim} of {spec.head_size} channels rotate; remove the wrong one."
         )
     return with_experts(spec, _experts(config))

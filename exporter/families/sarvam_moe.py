@@ -26,7 +26,10 @@ _KNOWN: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_bias": (False,),
     "use_rmsnorm": (True,),
 }
-_DROPPED: Final = ("embedding_dropout", "output_dropout", "router_dtype", *FURTHER_LAYERS)
+_DROPPED: Final = (
+    *("embedding_dropout", "output_dropout", "max_window_layers", "router_dtype"),
+    *FURTHER_LAYERS,
+)
 _SHARED: Final = "moe_shared_expert_intermediate_size"
 
 

@@ -79,7 +79,7 @@ def compare_caches(
     with load(replace(options, kv_cache_dtype=REFERENCE)) as model:
         expected = _logits(model, token_ids)
         whole = _token_bytes(model)
-    nothing = Comparison(0.0, 0.0, 1.0)
+    nothing = Comparison(0.0, 0.0, 1.0, 0.0)
     reports = [CacheReport(REFERENCE, "passed", "", whole, 1.0, nothing, EXACT)]
     for kind in (kind for kind in kinds if kind != REFERENCE):
         try:

@@ -19,6 +19,7 @@ class Comparison:
     max_diff: float  # largest absolute difference over the standard deviation of the reference
     max_kl: float  # largest Kullback-Leibler divergence of a row from the reference, in nats
     top1_agreement: float  # share of rows whose likeliest token is the reference's
+    nearest_diff: float  # `max_diff` of the row that has the least
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,13 @@ class Tolerance:
     name: str
     max_diff: float
     max_kl: float
+    nearest_diff: float | None = None  # what the nearest row must come to; None: as all others
 
     def allows(self, found: Comparison) -> bool:
-        """Whether both figures are within their limits; not-a-number is not."""
-        return found.max_diff <= self.max_diff and found.max_kl <= self.max_kl
+        """Whether all figures are within their limits; not-a-number is not."""
+        nearest = self.max_diff if self.nearest_diff is None else self.nearest_diff
+        within = found.max_diff <= self.max_diff and found.max_kl <= self.max_kl
+        return within and found.nearest_diff <= nearest
 
 
 # Measured on random models of 2 to 8 layers: 6e-5 and 4e-10 in float32; 0.6 and 0.05 with 8-bit
@@ -46,6 +50,11 @@ COARSEST_CACHE = Tolerance("4-bit KV cache", 10.0, 10.0)
 # What rounds what a router reads may give a token of a near tie to another expert, which is another
 # product. Measured on random models: 0.33 and 0.06.
 HALF_OF_EXPERTS = Tolerance("16-bit arithmetic, experts", 6e-1, 2e-1)
+# As coarse, so few experts of random weights make one row another: 4.6 and 4.3 were measured, which
+# NumPy gives, too, where it rounds as products do; and 0.4 with the experts of exact arithmetic.
+# Others logits differ as much. But rounding moves a few tokens, and what is broken all: in each of
+# the models that have such a row another one was within 0.4, and of others' logits none within 2.
+COARSE_OF_EXPERTS = Tolerance("8-bit activations, experts", 6.0, 10.0, nearest_diff=1.0)
 
 
 def choose_tolerance(capabilities: Capabilities, *, has_experts: bool) -> Tolerance:
@@ -58,7 +67,7 @@ def choose_tolerance(capabilities: Capabilities, *, has_experts: bool) -> Tolera
     if capabilities.kv_cache_dtype == INT4:
         return COARSEST_CACHE
     if capabilities.int8_products:
-        return COARSE
+        return COARSE_OF_EXPERTS if has_experts else COARSE
     if capabilities.kv_cache_dtype == INT8:
         return COARSE_CACHE
     types = {capabilities.compute_dtype, capabilities.kv_cache_dtype}
@@ -70,16 +79,18 @@ def choose_tolerance(capabilities: Capabilities, *, has_experts: bool) -> Tolera
 def compare(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> Comparison:
     """Compare logits, both [num_logits, vocab]."""
     if not np.isfinite(actual).all():
-        return Comparison(math.inf, math.inf, 0.0)
+        return Comparison(math.inf, math.inf, 0.0, math.inf)
     reference, found = expected.astype(np.float64), actual.astype(np.float64)
     spread = float(reference.std()) or 1.0
     log_p, log_q = log_softmax(reference), log_softmax(found)
     divergences = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
     agree = reference.argmax(axis=-1) == found.argmax(axis=-1)
+    diffs = np.abs(reference - found).max(axis=-1) / spread
     return Comparison(
-        max_diff=float(np.abs(reference - found).max()) / spread,
+        max_diff=float(diffs.max()),
         max_kl=max(0.0, float(divergences.max())),
         top1_agreement=float(agree.mean()),
+        nearest_diff=float(diffs.min()),
     )
 
 

@@ -73,6 +73,13 @@ def test_the_published_model() -> None:
     assert ArchSpec.from_json(spec.to_json()) == spec
 
 
+def test_either_key_says_how_much_of_a_head_rotates() -> None:
+    for key in ("rotary_dim", "partial_rotary_factor"):
+        assert read({name: one for name, one in CONFIG.items() if name != key}) == read(CONFIG)
+    neither = {**CONFIG, "rotary_dim": None, "partial_rotary_factor": None}
+    assert read(neither).rope.rotary_dim == 128
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -81,6 +88,10 @@ def test_the_published_model() -> None:
         ({"norm_topk_prob": None}, "norm_topk_prob"),
         ({"num_key_value_heads": None}, "num_key_value_heads"),
         ({"rotary_dim": 128}, "rotary_dim is 128, and partial_rotary_factor makes 64 of 128"),
+        (
+            {"rotary_dim": 256, "partial_rotary_factor": None},
+            "rotary_dim 256 exceeds head_size 128",
+        ),
         ({"score_function": "softmax"}, "score_function is 'softmax'"),
         ({"use_bias": True}, "use_bias is True"),
     ],

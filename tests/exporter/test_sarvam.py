@@ -24,6 +24,7 @@ MOE: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 8192,
     "max_position_embeddings": 131072,
+    "max_window_layers": 19,
     "model_type": "sarvam_moe",
     "moe_intermediate_size": 1024,
     "moe_router_enable_expert_bias": True,
@@ -48,8 +49,9 @@ MOE: dict[str, Any] = {
     "use_qkv_bias": False,
     "vocab_size": 262144,
 }
+_OF_MOE = ("max_window_layers", "use_qk_norm", "use_qkv_bias")
 MLA: dict[str, Any] = {
-    **{key: one for key, one in MOE.items() if key not in ("use_qk_norm", "use_qkv_bias")},
+    **{key: one for key, one in MOE.items() if key not in _OF_MOE},
     "architectures": ["SarvamMLAForCausalLM"],
     "head_dim": 576,
     "intermediate_size": 16384,

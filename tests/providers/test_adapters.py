@@ -51,6 +51,7 @@ FAMILIES = (
     "jais2",
     "laguna",
     "llama",
+    "mimo-v2-flash-windows",
     "mistral-window",
     "nanochat",
     "olmo",
@@ -105,6 +106,8 @@ def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
         added = delta.b @ delta.a
         if projection in ("o_proj", "down_proj"):
             added /= spec.output_scale  # the checkpoint's weights are not scaled
+        if projection == "o_proj":
+            added /= spec.value_scale or 1.0
         with torch.no_grad():
             weight[begin : begin + len(added)] += torch.from_numpy(added)
 

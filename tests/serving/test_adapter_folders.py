@@ -72,6 +72,10 @@ def test_what_a_models_weights_are_multiplied_with(tmp_path: Path) -> None:
     write_adapter(tmp_path, tensors, r=4, lora_alpha=8, target_modules=[*PROJECTIONS])
     plain = read_adapter(tmp_path, WIDER).adapter.deltas
     scaled = read_adapter(tmp_path, replace(WIDER, residual_scale=0.25)).adapter.deltas
+    values = read_adapter(tmp_path, replace(WIDER, value_scale=0.5)).adapter.deltas
+    for (layer, name), delta in values.items():
+        times = 0.5 if name == "o_proj" else 1
+        np.testing.assert_array_equal(delta.b, plain[layer, name].b * np.float32(times))
     # where norms behind them are scaled, they are not
     normed = replace(WIDER, residual_scale=0.25, output_norms=True)
     assert fingerprint(read_adapter(tmp_path, normed).adapter) == fingerprint(LoraAdapter(plain))

@@ -17,6 +17,7 @@ from onnxport.providers.features import Features
 from onnxport.serving.verify.comparison import (
     COARSE,
     COARSE_CACHE,
+    COARSE_OF_EXPERTS,
     COARSEST_CACHE,
     EXACT,
     HALF,
@@ -74,6 +75,21 @@ def test_divergence_is_that_of_the_worst_row() -> None:
     assert not EXACT.allows(found)
 
 
+def test_experts_may_make_rows_others_but_not_all() -> None:
+    spread = np.float32(LOGITS.std())
+    changed = LOGITS + np.random.default_rng(1).normal(0, 0.1 * spread, LOGITS.shape)
+    changed[:3, 0] += 4 * spread
+    found = compare(LOGITS, changed.astype(np.float32))
+    assert found.nearest_diff < 1 < found.max_diff
+    assert COARSE_OF_EXPERTS.allows(found)
+    assert not COARSE.allows(found)
+    changed[3, 0] += 4 * spread
+    found = compare(LOGITS, changed.astype(np.float32))
+    assert found.max_diff < COARSE_OF_EXPERTS.max_diff
+    assert not COARSE_OF_EXPERTS.allows(found)
+    assert not COARSE_OF_EXPERTS.allows(compare(LOGITS, np.roll(LOGITS, 1, axis=0)))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_fails(value: float) -> None:
     changed = LOGITS.copy()
@@ -93,7 +109,7 @@ def test_steps_of_any_size_give_the_same_rows(first: int) -> None:
     ("types", "coarse", "tolerance", "of_experts"),
     [
         (("float32", "float32"), False, EXACT, EXACT),
-        (("float32", "float32"), True, COARSE, COARSE),
+        (("float32", "float32"), True, COARSE, COARSE_OF_EXPERTS),
         (("float32", "float16"), False, HALF, HALF_OF_EXPERTS),
         (("bfloat16", "float32"), False, HALF, HALF_OF_EXPERTS),
         (("bfloat16", "int8"), False, COARSE_CACHE, COARSE_CACHE),

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from onnxport.serving.verify.caches import CacheReport
+from onnxport.serving.verify.comparison import Comparison, Tolerance
 from onnxport.serving.verify.report import ModeReport, ProviderReport, Report
 from onnxport.serving.verify.variants import Variant
 
@@ -160,10 +161,7 @@ def _failures(mode: ModeReport) -> Iterator[str]:
         ("token by token against one step", mode.consistency),
     ):
         if not limits.allows(found):
-            yield from _wrapped(
-                f"  {limits.name}, {title}: max diff {found.max_diff:.2g} and KL "
-                f"{found.max_kl:.2g}; allowed are {limits.max_diff:.2g} and {limits.max_kl:.2g}"
-            )
+            yield from _wrapped(f"  {limits.name}, {title}: {_beyond(found, limits)}")
     for variant in mode.variants:
         yield from _differences(f"{limits.name}, {variant.name}", variant)
     if mode.agreement is not None:
@@ -178,10 +176,17 @@ def _cache_failures(cache: CacheReport) -> Iterator[str]:
         skipped = "skipped, " if cache.state == "skipped" else ""
         yield from _wrapped(f"  {cache.dtype} cache: {skipped}{cache.reason}")
     if cache.state == "failed" and found is not None and limits is not None:
-        yield from _wrapped(
-            f"  {cache.dtype} cache against float32: max diff {found.max_diff:.2g} and KL "
-            f"{found.max_kl:.2g}; allowed are {limits.max_diff:.2g} and {limits.max_kl:.2g}"
-        )
+        yield from _wrapped(f"  {cache.dtype} cache against float32: {_beyond(found, limits)}")
+
+
+def _beyond(found: Comparison, limits: Tolerance) -> str:
+    """Figures that are not all allowed, and what is."""
+    figures = f"max diff {found.max_diff:.2g} and KL {found.max_kl:.2g}"
+    allowed = f"{limits.max_diff:.2g} and {limits.max_kl:.2g}"
+    if limits.nearest_diff is not None:
+        figures += f", of the nearest row {found.nearest_diff:.2g}"
+        allowed += f", and {limits.nearest_diff:.2g} of the nearest row"
+    return f"{figures}; allowed are {allowed}"
 
 
 def _differences(where: str, tokens: Variant) -> Iterator[str]:
