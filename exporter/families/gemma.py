@@ -49,13 +49,20 @@ def gemma_spec(config: Config, **differences: Any) -> ArchSpec:
         **differences,
     )
     return replace(
-        spec,
-        rms_norm_eps=spec.rms_norm_eps / spec.hidden_size,
+        scaled_down(spec),
         inner_norm_eps=spec.rms_norm_eps,
         attention_scale=_query_scale(config),
+        output_norms=True,
+    )
+
+
+def scaled_down(spec: ArchSpec) -> ArchSpec:
+    """The spec with a stream that is Gemma's over the square root of its width."""
+    return replace(
+        spec,
+        rms_norm_eps=spec.rms_norm_eps / spec.hidden_size,
         residual_scale=1 / math.sqrt(spec.hidden_size),
         stream_scale=math.sqrt(spec.hidden_size),
-        output_norms=True,
     )
 
 

@@ -29,6 +29,7 @@ FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
     "exaone4": ("exaone4",),
     "falcon": ("falcon",),
     "falcon-h1": ("falcon_h1",),
+    "gemma": ("gemma",),
     "gemma2": ("gemma2",),
     "gemma3": ("gemma3_text",),
     "glm4": ("glm4",),

@@ -172,6 +172,10 @@ def _gemma(facts: Facts, model: str, largest: int, window: int | None = None) ->
     }
 
 
+def _gemma1(facts: Facts) -> Values:
+    return common(facts, "GemmaForCausalLM")
+
+
 def _gemma2(facts: Facts) -> Values:
     meta = facts.metadata
     meta.expect("attention.sliding_window_pattern", 2)
@@ -361,6 +365,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "exaone4": Architecture(recent.exaone4),
     "falcon": Architecture(dense.falcon),
     "falcon-h1": Architecture(states.falcon_h1),
+    "gemma": Architecture(_gemma1),
     "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
     "gemma3n": Architecture(gemma3n.gemma3n),

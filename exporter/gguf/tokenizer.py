@@ -35,7 +35,7 @@ _WHOLE: Final = "tokenizer.huggingface.json"
 # Byte pairs of Unicode's letters, by the names of cuts; there are none.
 _SPACED: Final = ("gemma4", "sarvam-moe")
 # Architectures whose merges are in the order of their tokens, and not of these' scores.
-_BY_PLACE: Final = ("gemma2", "gemma3")
+_BY_PLACE: Final = ("gemma", "gemma2", "gemma3")
 # Architectures whose added tokens, of SentencePiece, take in the spaces behind them, but for these.
 _STRIPPED: Final = ("phi3",)
 _NOT_STRIPPED: Final = ("<unk>", "<s>", "<|endoftext|>")

@@ -25,7 +25,7 @@ TOKENS = 32
 EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 # Families whose norms' weights are stored minus one, but for those of delta nets.
 OFFSET_NORMS = (
-    *("gemma2", "gemma3_text", "nemotron", "vaultgemma"),
+    *("gemma", "gemma2", "gemma3_text", "nemotron", "vaultgemma"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 CENTRES: Mapping[str, float] = {"linear_attn.norm.weight": 1.0, "A_log": -2.0}  # of long memories
@@ -481,6 +481,14 @@ CASES: Mapping[str, Case] = {
     ),
     "glm": Case("glm", {"head_dim": 32, "pad_token_id": 0}, torch.bfloat16),
     "helium": Case("helium", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma": Case(
+        "gemma",
+        {"head_dim": 32, "rms_norm_eps": 0.05, "hidden_act": "gelu", "tie_word_embeddings": True},
+        torch.bfloat16,
+    ),
+    "gemma-biases": Case(
+        "gemma", {"num_key_value_heads": 1, "head_dim": 16, "attention_bias": True}
+    ),
     "gemma2": Case(  # caps that scores and logits reach
         "gemma2",
         {

@@ -42,6 +42,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_next": "qwen3next",
     "dots1": "dots1",
     "ernie4_5": "ernie4_5",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "glm4_moe": "glm4moe",

@@ -75,6 +75,11 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         **{"rms_norm_eps": 1e-06, "rope_theta": 10000.0, "hidden_act": "relu2"},
         **{"final_logit_softcapping": 15.0, "num_key_value_heads": 2},
     },
+    "gemma": {
+        **{"architectures": ["GemmaForCausalLM"], "model_type": "gemma", **NORM},
+        **{"head_dim": 256, "num_key_value_heads": 1, "hidden_act": "gelu"},
+        **{"hidden_activation": None, "rope_theta": 10000.0, "attention_bias": False},
+    },
     "vaultgemma": {
         **{"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma", **NORM},
         **{"head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256},
@@ -168,6 +173,17 @@ def test_nanochat() -> None:
     np.testing.assert_array_equal(sin, -forth[1])
 
 
+def test_gemma() -> None:
+    """What published files call "gelu" is the approximation by tanh."""
+    spec = read(config("gemma"))
+    assert (spec.hidden_act, spec.head_size, spec.num_kv_heads) == ("gelu_tanh", 256, 1)
+    assert spec.stream_scale == pytest.approx(512**0.5)
+    assert spec.residual_scale == pytest.approx(512**-0.5)
+    assert (spec.output_norms, spec.attention_scale) == (None, None)
+    assert spec.tie_word_embeddings
+    assert read(config("gemma", hidden_activation="gelu_pytorch_tanh", hidden_act=None)) == spec
+
+
 def test_vaultgemma() -> None:
     spec = read(config("vaultgemma"))
     assert (spec.output_norms, spec.inner_norm_eps) == (None, None)
@@ -194,6 +210,9 @@ def test_vaultgemma() -> None:
         ("minicpm3", {"attention_bias": True}, "attention_bias = true"),
         ("nanochat", {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0"),
         ("nanochat", {"partial_rotary_factor": 0.5}, "64 of 128 channels rotate"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        ("gemma", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
         ("vaultgemma", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("vaultgemma", {"use_bidirectional_attention": True}, "see those behind them"),
     ],
@@ -210,6 +229,7 @@ def test_what_would_change_the_result_is_refused(
     [
         *(("granite-swa", "int4"), ("granitemoe-swa", "int4"), ("hyperclovax", "int8")),
         *(("iquestcoder", "fp16"), ("cwm", "int4"), ("jais2", "int4"), ("vaultgemma", "int8")),
+        *(("gemma", "int4"), ("gemma", "fp16")),
         *(("minicpm3", "int4"), ("nanochat", "int4"), ("nanochat", "fp16")),
     ],
 )

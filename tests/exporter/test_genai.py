@@ -36,7 +36,7 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
     [
         *("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3"),
         *("phi3", "granite", "smollm3", "ernie", "glm", "helium", "seed-oss"),
-        *("gemma2", "gemma3", "gemma3-linear", "gemma3-images", "olmo2", "olmo3"),
+        *("gemma", "gemma2", "gemma3", "gemma3-linear", "gemma3-images", "olmo2", "olmo3"),
         *("granitemoe", "mixtral", "olmoe", "qwen3-moe"),
         *("granitemoeshared", "qwen2-moe", "ernie-moe", "glm4-moe", "dots1", "solar-open"),
         *("exaone4", "exaone4-full", "exaone-moe", "minimax-m2-tied"),

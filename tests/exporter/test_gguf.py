@@ -41,7 +41,7 @@ SAME = (
     *("falcon", "falcon-new", "falcon-new-norm", "gpt2", "gpt2-plain", "gpt-bigcode"),
     *("granite-swa", "granitemoe-swa", "granitemoe-swa-plain", "jais2", "jais2-plain"),
     *("lfm2", "lfm2-biases", "lfm2-moe", "lfm2-moe-uncorrected"),
-    *("dots1", "ernie", "ernie-biases", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
+    *("dots1", "ernie", "ernie-biases", "gemma", "gemma2", "gemma3", "gemma3-linear", "glm4-moe"),
     *("gpt-oss", "granite", "granitemoe", "granitemoeshared", "llama", "llama-mha"),
     *("llama-mqa-biases", "llama-tied", "llama-one-layer", "llama-linear", "llama-yarn"),
     *(

@@ -36,6 +36,8 @@ FAST = {
     "exaone4",
     "falcon-new",
     "flex-olmo",
+    "gemma",
+    "gemma-biases",
     "gemma2",
     "gemma3",
     "gemma3-images",

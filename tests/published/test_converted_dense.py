@@ -74,6 +74,7 @@ MODELS: Mapping[str, Model] = {
         },
         {"rotary_pct": 1.0},
     ),
+    "gemma": Model("gemma"),
     "gemma2": Model("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma3": Model(
         "gemma3", {"query_pre_attn_scalar": 32, "num_hidden_layers": 7, "layer_types": None}
