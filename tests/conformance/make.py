@@ -39,7 +39,7 @@ LATENT: Final = (
     ("deepseek-v2-lite", "int4"),
     ("deepseek-v3", "fp16"),
     ("glm4-moe-lite", "fp32"),
-    ("kimi-linear", "int4"),  # beside layers with a state
+    ("kimi-linear", "fp32"),  # beside layers with a state
     ("minicpm3", "int8"),
 )
 # Layers that differ in their heads or share keys and values.

@@ -52,15 +52,16 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
 )
 def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
     case = checkpoints.CASES[name]
-    quiet = replace(  # no end token, so that the length is known
-        case, config={**case.config, "eos_token_id": checkpoints.VOCAB - 1}
-    )
+    end = checkpoints.VOCAB - (
+        2 if name == "ministral3" else 1
+    )  # whose greedy tokens have the last
+    quiet = replace(case, config={**case.config, "eos_token_id": end})  # so the length is known
     model = checkpoints.make(quiet, tmp_path / "checkpoint")
     path = export_model(
         tmp_path / "checkpoint", tmp_path / "artifact", ExportOptions(precision="fp32")
     )
     expected = checkpoints.greedy(model, PROMPT, 16)
-    assert checkpoints.VOCAB - 1 not in expected
+    assert end not in expected
     assert generate(path, PROMPT, 16) == expected
 
 
