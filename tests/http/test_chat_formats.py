@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.reasoning import ReasoningFormat
 from onnxport.serving.reasoning_formats import FORMATS, reasoning_format
 from onnxport.serving.thoughts import ReasoningSplitter, Thought
+from tests.http.parsing import parsed
 
 FUNCTIONS: dict[str, Any] = {
     "book": {
@@ -123,10 +125,7 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
 ]
 
 
-def parse(syntax: ToolFormat, *pieces: str) -> tuple[str, list[ParsedCall]]:
-    parser = ToolCallParser(FUNCTIONS, syntax)
-    found = [*map(parser.feed, pieces), parser.finish()]
-    return "".join(each.content for each in found), [call for each in found for call in each.calls]
+parse = partial(parsed, FUNCTIONS)
 
 
 @pytest.mark.parametrize(("syntax", "text", "content", "calls"), FOUND)

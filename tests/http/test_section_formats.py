@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from onnxport.serving.http.tool_formats.invoke_calls import DEEPSEEK_V32, MINICP
 from onnxport.serving.http.tool_formats.kimi_k2 import KIMI_K2
 from onnxport.serving.http.tool_formats.minimax import MINIMAX
 from onnxport.serving.http.tool_formats.minimax_m3 import MINIMAX_M3, SIGN
+from tests.http.parsing import parsed
 
 from .section_cases import (
     BEGIN,
@@ -33,11 +35,7 @@ from .section_cases import (
     m3,
 )
 
-
-def parse(syntax: ToolFormat, *pieces: str) -> tuple[str, list[ParsedCall]]:
-    parser = ToolCallParser(FUNCTIONS, syntax)
-    found = [*map(parser.feed, pieces), parser.finish()]
-    return "".join(each.content for each in found), [call for each in found for call in each.calls]
+parse = partial(parsed, FUNCTIONS)
 
 
 @pytest.mark.parametrize(("syntax", "text", "content", "calls"), FOUND)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.http.tool_formats.tagged_json import GRANITE_20B, INTERNLM, LONGCAT
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, MIMO, QWEN3_CODER
 from onnxport.serving.thoughts import ReasoningSplitter, Thought
+from tests.http.parsing import parsed
 
 FUNCTIONS: dict[str, Any] = {
     "add": {
@@ -226,10 +228,7 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
 ]
 
 
-def parse(syntax: ToolFormat, *pieces: str) -> tuple[str, list[ParsedCall]]:
-    parser = ToolCallParser(FUNCTIONS, syntax)
-    found = [*map(parser.feed, pieces), parser.finish()]
-    return "".join(each.content for each in found), [call for each in found for call in each.calls]
+parse = partial(parsed, FUNCTIONS)
 
 
 @pytest.mark.parametrize(("syntax", "text", "content", "calls"), FOUND)
